@@ -1,4 +1,5 @@
-# Two targets are for everybody: `make demo` and `make test`. Each sets up .venv first, and needs Python 3.11 or newer.
+# Two targets are for everybody: `make demo` and `make test`. Each installs into .venv what it needs, and needs Python 3.11
+# or newer.
 # CONTRIBUTING.md says which of the others to run when.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -13,13 +14,16 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # In parallel, one worker per core. PYTEST_XDIST_AUTO_NUM_WORKERS sets another number.
 PYTEST := $(BIN)/python -m pytest --numprocesses=auto --dist=loadgroup --durations=10
 
-.PHONY: demo demo-vllm test test-long test-attacks test-engines test-trainers test-perfetto test-browser test-pythons test-recipes environments lint docs bench clean
+# The tests start hundreds of processes: they share what Python compiles, whatever this shell says.
+unexport PYTHONDONTWRITEBYTECODE
 
-demo: $(VENV)/.ready
+.PHONY: demo demo-vllm test test-long test-attacks test-engines test-gpu test-soak test-trainers test-perfetto test-browser test-pythons test-recipes test-mutants environments lint docs bench clean
+
+demo: $(VENV)/.demo-ready
 	$(BIN)/rolloutctl demo
 
 # The real TRL trains on two real vLLM servers, on the CPU: 3 minutes. What it fetches first, once, it says.
-demo-vllm: $(VENV)/.ready
+demo-vllm: $(VENV)/.demo-ready
 	@set -e; vllm=$$($(BIN)/python -m tests.environments vllm); trl=$$($(BIN)/python -m tests.environments trl); \
 	PYTHONPATH=. TRL_EXPERIMENTAL_SILENCE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $$trl -W ignore::FutureWarning \
 	    docs/examples/grpo_vllm.py rolloutctl-demo/vllm-$$(date +%Y%m%d-%H%M%S) $$vllm
@@ -32,16 +36,33 @@ test: $(VENV)/.ready
 test-long: $(VENV)/.ready
 	$(PYTEST) -m long
 
+# A random sample of small changes of the machines, made by Cosmic Ray, each tried alone: how many are noticed by the
+# suite, and how many by the simulation alone? Begins no other after 40 minutes. MUTANTS: arguments of `python -m tests.mutants`.
+test-mutants: $(VENV)/.ready
+	$(PIP) install --editable ".[mutants]"
+	$(BIN)/python -m tests.mutants $(MUTANTS)
+
 # Attacks at full length, by real processes on real sockets and disks: at most ten minutes. One at a time.
 test-attacks: $(VENV)/.ready
-	$(BIN)/python -m pytest --durations=10 -m attacks
+	$(BIN)/python -m pytest --durations=10 -m attacks tests/attacks
 
-# The real vLLM and SGLang, each in an environment of its own (7 GB in all, built once, about two minutes each), and the
-# source of other releases of both. ENGINE_TESTS: more arguments for pytest, e.g. to leave out the slowest.
+# The real vLLM and SGLang, each in an environment of its own (7 GB in all, built once, about two minutes each).
+# ENGINE_TESTS: more arguments for pytest, e.g. to leave out the slowest.
 test-engines: $(VENV)/.ready
-	$(BIN)/python -m pytest -m engine_wheels $(ENGINE_TESTS)
 	$(BIN)/python -m pytest -m engine_vllm $(ENGINE_TESTS)
 	$(BIN)/python -m pytest -m engine_sglang $(ENGINE_TESTS)
+
+# What needs a GPU to be proven: at most ten minutes. GPU_PYTHON: an interpreter with a torch for CUDA and the extra `dev`, in
+# place of .venv, whose torch is for the CPU unless TORCH or TORCH_BACKEND says otherwise.
+GPU_PYTHON ?= $(BIN)/python
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.ready)
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m pytest -m gpu -rs --durations=10 tests/gpu $(GPU_TESTS)
+
+# Real engines under constant requests, a sync with in_flight="keep" every 10 s, MINUTES on each.
+MINUTES ?= 10
+test-soak: $(VENV)/.ready
+	$(BIN)/python -m tests.engines.soak vllm --minutes $(MINUTES)
+	$(BIN)/python -m tests.engines.soak sglang --minutes $(MINUTES)
 
 # Real trainers, unmodified, each in an environment of its own. TRAINER_TESTS: more arguments for pytest.
 test-trainers: $(VENV)/.ready
@@ -58,8 +79,8 @@ test-browser: $(VENV)/.ready
 	$(PIP) install --editable ".[browser]"
 	$(BIN)/python -m pytest -m browser
 
-# The package alone, without extras, for each Python in its classifiers that is here: installed, imported, logs replayed, a
-# sync. Half a minute each.
+# The package alone, without extras, for each Python in its classifiers that is here: installed, imported, logs replayed.
+# Half a minute each.
 test-pythons: $(VENV)/.ready
 	$(BIN)/python -m tests.pythons
 
@@ -73,7 +94,6 @@ environments: $(VENV)/.ready
 	command -v chromium > /dev/null || (apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends chromium)
 	$(BIN)/python -m tests.timeline.environment
 	$(BIN)/python -m tests.environments vllm sglang router verl trl
-	$(BIN)/python -m tests.engines.wheels
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -81,7 +101,7 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 
 # The site in build/docs. A warning is an error, and nothing is fetched.
-docs: $(VENV)/.ready
+docs: $(VENV)/.docs-ready
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs build/docs
 
 # All benchmarks, one after the other, on a machine that does nothing else: about 20 minutes. Then their figures go into
@@ -101,7 +121,7 @@ bench: $(VENV)/.bench-ready
 	-timeout 400 $(BIN)/python -m bench.checkpoints --out bench/checkpoints.json
 	$(BIN)/python -m bench.page
 
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.demo-ready: pyproject.toml
 	@echo "Once: torch ($(TORCH); TORCH=... for another build) and some small packages, into $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade pip
@@ -113,7 +133,16 @@ ifeq ($(origin TORCH),file)
 endif
 	$(BIN)/python -m pip --disable-pip-version-check install "$(TORCH)"
 endif
-	$(PIP) install --editable ".[torch,dev,docs,speed]"
+	$(PIP) install --editable ".[torch,speed]"
+	touch $@
+
+$(VENV)/.ready: $(VENV)/.demo-ready
+	@echo "Once: what the tests need, with Ray and mypy, into $(VENV)"
+	$(PIP) install --editable ".[dev]"
+	touch $@
+
+$(VENV)/.docs-ready: $(VENV)/.ready
+	$(PIP) install --editable ".[docs]"
 	touch $@
 
 $(VENV)/.bench-ready: $(VENV)/.ready

@@ -23,6 +23,7 @@ from typing import Any
 
 from bench.processes import Fleet, spawn
 from bench.speakers import cpu_ns, thread_of_the_bus
+from bench.tables import Row, markdown
 from controlplane import ControlPlane
 from schemas.commands import EngineCommand
 
@@ -129,6 +130,30 @@ def importing(times: int = 5) -> dict[str, Any]:
     return {"what": "import", "s": round(min(took), 3)}
 
 
+WORDS = {
+    "idle, alone": "an idle agent, a process of its own",
+    "idle, each": "an idle agent among {} in two processes",
+    "idle, bus": "the bus's thread, {} idle agents",
+    "command, acting": "an agent, a command on which its engine is called",
+    "command, skipping": "an agent, a command that it skips",
+    "libraries": "a process that has only imported Python's asyncio, uvloop, pyzmq, msgspec, anyio and click",
+    "import": "`import controlplane, schemas, workers`",
+}
+UNITS = {"cpu_us": "{} µs of CPU", "core_percent": "{} % of a core", "memory_mb": "{} MB", "s": "{} s"}
+
+
+def table(rows: list[Row]) -> str:
+    """Return what each row says, in words."""
+    lines = (
+        [
+            WORDS[row["what"]].format(row.get("agents")),
+            ", ".join(unit.format(row[key]) for key, unit in UNITS.items() if key in row),
+        ]
+        for row in rows
+    )
+    return markdown(["what", "takes"], list(lines))
+
+
 def main() -> None:
     """Measure, print, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -140,8 +165,7 @@ def main() -> None:
     rows = [importing(), libraries(), alone(options.idle)]
     rows += commanded(options.agents, options.commands, 1, options.idle)
     rows += commanded(options.agents, options.commands, 2, options.idle)
-    for row in rows:
-        print(", ".join(f"{name} {value}" for name, value in row.items()))  # noqa: T201
+    print(table(rows))  # noqa: T201
     if options.out is not None:
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
 

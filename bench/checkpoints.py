@@ -4,7 +4,7 @@
 
 A trainer in torch saves its weights with safetensors and syncs one or two replicas to them: on a disk, on a memory file
 system, and on one that is mounted with huge pages. `total` is all of it: the save, the manifest (with `digest`, over
-every byte), three phases. Engines read before the pause (prepare), so `load` is what a load adds while generation
+every byte), three phases. Engines check the files before the pause (prepare), and read them in `load`, while generation
 stands still. Files are read from the page cache, as by replicas on the trainer's machine, and the disk writes behind:
 waiting for a disk comes on top.
 
@@ -36,12 +36,13 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bench import tables
 from bench.processes import own_temporary_files, run_agents, spawn
-from bench.weights import Row, table
+from bench.tables import Row
 from controlplane import ControlPlane
-from schemas.carriers.filesystems import filesystem_type, read_mounts
 from schemas.commands import WeightSync
 from schemas.identity import Identity
+from schemas.storage.filesystems import filesystem_type, read_mounts
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, memory_of, weights
 
@@ -209,23 +210,24 @@ def sync_once(
     return parts
 
 
-COLUMNS = {
-    "files": "file_system",
-    "MB": "megabytes",
-    "replicas": "replicas",
-    "digest": "digest",
-    "save s": "save_s",
-    "manifest": "manifest_s",
-    "prepare": "prepare_s",
-    "load": "load_s",
-    "commit": "commit_s",
-    "total s": "total_s",
-    "floor s": "floor_s",
-    "two copies": "two_copies_s",
-    "floor/total": "floor_of_total",
-    "copies/total": "copies_of_total",
-    "copies/floor": "copies_of_floor",
-}
+def scaled(name: str, factor: float, text: str) -> tables.Cell:
+    """Return a column of a figure in another unit."""
+    return lambda row: text.format(factor * row[name])
+
+
+def table(rows: list[Row]) -> str:
+    """Return a line for each case, in milliseconds."""
+    times = ("save", "manifest", "prepare", "load", "commit", "total", "floor", "two_copies")
+    shares = ("floor_of_total", "copies_of_total", "copies_of_floor")
+    columns: dict[str, tables.Cell] = {
+        "file system": "{file_system}",
+        "MB": "{megabytes:,}",
+        "replicas": "{replicas}",
+        "digest": lambda row: "on" if row["digest"] else "off",
+        **{name.replace("_", " "): scaled(f"{name}_s", 1000, "{:,.1f}") for name in times},
+        **{name.replace("_of_", " / "): scaled(name, 100, "{:.0f} %") for name in shares},
+    }
+    return tables.table(columns, rows)
 
 
 def main() -> None:
@@ -245,7 +247,7 @@ def main() -> None:
     for megabytes in (int(size) for size in options.sizes.split(",")):
         rounds = options.rounds if megabytes < 256 else max(1, options.rounds // 4)
         found = list(measure_checkpoints(megabytes, rounds, options.huge_pages))
-        print("\n" + table(COLUMNS, found), flush=True)  # noqa: T201
+        print(table(found), flush=True)  # noqa: T201
         rows += found
     if options.out is not None:
         options.out.write_text(json.dumps(rows, indent=1) + "\n")

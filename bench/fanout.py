@@ -21,12 +21,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from bench import peers
 from bench.floor import floor, floor_agents
 from bench.null_engine import NullEngine
 from bench.processes import System, run_agents, spawn
+from bench.tables import Row, pivot
 from controlplane.bus.descriptors import raise_limit
 from schemas.commands import EngineCommand
 from schemas.config import BusConfig
@@ -113,13 +113,13 @@ class Times:
             self._us.append((time.perf_counter_ns() - start) / 1000)
         self.fleet.stop()
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Row:
         """Return the median and the 99th percentile, in µs."""
         cuts = statistics.quantiles(self._us, n=100)
         return {"system": self.name, "agents": self.agents, "p50_us": round(cuts[49], 1), "p99_us": round(cuts[98], 1)}
 
 
-def measure(systems: list[str], agents: int, rounds: int) -> list[dict[str, Any]]:
+def measure(systems: list[str], agents: int, rounds: int) -> list[Row]:
     """Return a row for each system."""
     block = max(2, min(20, 1280 // agents, rounds))
     with ExitStack() as stack:
@@ -132,22 +132,38 @@ def measure(systems: list[str], agents: int, rounds: int) -> list[dict[str, Any]
     return [one_system.row() for one_system in times]
 
 
-def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_ratios(rows: list[Row]) -> list[Row]:
     """Return the rows of one number of agents, each with its median as a multiple of each peer's, and of ours."""
     medians = {row["system"]: row["p50_us"] for row in rows}
     against = [name for name in (*PEERS, "rolloutctl") if name in medians]
     return [row | {f"x_{name}": round(row["p50_us"] / medians[name], 3) for name in against} for row in rows]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as text."""
-    columns = [f"x_{name}" for name in (*PEERS, "rolloutctl")]
-    heads = "  ".join(f"{name.replace('x_', 'x '):>12}" for name in columns)
-    lines = [f"{'agents':>6}  {'system':<16} {'p50 µs':>10} {'p99 µs':>10}  {heads}"]
-    for row in rows:
-        ratios = "  ".join(f"{row.get(name, '-'):>12}" for name in columns)
-        lines.append(f"{row['agents']:>6}  {row['system']:<16} {row['p50_us']:>10} {row['p99_us']:>10}  {ratios}")
-    return "\n".join(lines)
+NAMES = {
+    "rolloutctl-skip": "ours, agents skip",
+    "rolloutctl": "ours, engines called",
+    "rolloutctl-keys": "ours with keys, engines called",
+    "floor-skip": "floor, agents skip",
+    "floor": "floor, engine called inline",
+    "http": "HTTP (aiohttp, FastAPI)",
+    "ray": "Ray actors",
+    "pyzmq": "bare pyzmq",
+}
+
+
+def name(row: Row) -> str:
+    """Return the system of a row, in words."""
+    return NAMES[row["system"]]
+
+
+def cell(row: Row) -> str:
+    """Return a median as a multiple of bare pyzmq's, and its own in µs."""
+    return f"{row['p50_us']:,.0f} µs" if row["system"] == "pyzmq" else f"{row.get('x_pyzmq', 0):.2f}"
+
+
+def table(rows: list[Row]) -> str:
+    """Return a line for each system and a column for each number of agents."""
+    return pivot(sorted(rows, key=lambda row: [*NAMES].index(row["system"])), name, "{agents}", cell, "agents")
 
 
 def main() -> None:
@@ -167,7 +183,7 @@ def main() -> None:
     parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rows = []
+    rows: list[Row] = []
     systems = options.systems.split(",")
     for agents in (int(count) for count in options.agents.split(",")):
         raise_limit(len(systems) * agents)

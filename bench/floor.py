@@ -227,10 +227,7 @@ class FloorAgent:
         for effect in self._decide(event):
             if isinstance(effect, agent_events.Perform):
                 returned = agent_events.EngineReturned(
-                    at_ms=now_ms,
-                    call_id=effect.call_id,
-                    result=agent_events.Returned(),
-                    observation=self._observation,
+                    at_ms=now_ms, call_id=effect.call_id, result=agent_events.Returned(), observation=self._observation
                 )
                 for after in self._decide(returned):
                     self._answer(after)

@@ -30,8 +30,10 @@ from pathlib import Path
 import anyio
 import zmq
 
+from bench import tables
 from bench.null_engine import NullEngine
 from bench.processes import shares
+from bench.tables import Row
 from controlplane.bus.bus import Bus
 from controlplane.record.log import RunLog
 from schemas.commands import EngineCommand, Target
@@ -140,7 +142,7 @@ def cpu_s(*processes: subprocess.Popen[str]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def measure(count: int, profile: Path | None) -> dict[str, object]:
+def measure(count: int, profile: Path | None) -> Row:
     """Return one row: seconds until joined, and until together again."""
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder, contextlib.ExitStack() as stack:
         log = str(Path(folder) / "run.db")
@@ -168,6 +170,18 @@ def measure(count: int, profile: Path | None) -> dict[str, object]:
     return {"agents": count, **{name: round(figure, 3) for name, figure in (joined | again).items()}}
 
 
+def table(rows: list[Row]) -> str:
+    """Return a line for each fleet."""
+    columns: dict[str, tables.Cell] = {
+        "real agents": "{agents:,}",
+        "joined, s": "{joined_s:.2f}",
+        "a command, s": "{answered_s:.2f}",
+        "again after a killed bus, s": "{again_s:.2f}",
+        "CPU of the bus to join, s": "{bus_cpu_s:.2f}",
+    }
+    return tables.table(columns, rows)
+
+
 def main() -> None:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -185,10 +199,8 @@ def main() -> None:
             serve(*options.serve[1:])
         profiler.dump_stats(options.profile)
         return
-    rows = []
-    for count in (int(count) for count in options.agents.split(",")):
-        rows.append(measure(count, options.profile))
-        print("  ".join(f"{name} {figure}" for name, figure in rows[-1].items()), flush=True)  # noqa: T201
+    rows = [measure(int(count), options.profile) for count in options.agents.split(",")]
+    print(table(rows))  # noqa: T201
     if options.out is not None:
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
 

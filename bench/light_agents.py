@@ -36,11 +36,11 @@ from bench.peers import Command as BareCommand
 from bench.peers import Outcome
 from controlplane.bus.descriptors import raise_limit
 from schemas import wire
+from schemas.agent_status import AgentStatus
 from schemas.config import AgentConfig
 from schemas.events import CommandReceived, Decision, EngineReturned, Perform, Returned
 from schemas.identity import Identity
 from schemas.outcomes import Acted
-from schemas.reports import AgentStatus
 from workers.link.heartbeat import ASKED_EVERY, FIRST_ASKED
 from workers.machine import decide as machine
 

@@ -22,8 +22,9 @@ from pathlib import Path
 
 from msgspec import Raw
 
-from bench import machines
-from controlplane.cli.reducers import replay_log
+from bench import machines, tables
+from bench.tables import Row
+from controlplane.cli.replay_log import replay_log
 from controlplane.machine import coordinator
 from controlplane.machine.events import (
     AnswersReceived,
@@ -39,11 +40,11 @@ from controlplane.machine.events import (
 )
 from controlplane.record.log import RunLog
 from schemas import events as agent_events
+from schemas.agent_status import AgentStatus
 from schemas.commands import EngineCommand, Target
 from schemas.desired import Desired
 from schemas.identity import Identity, Operation
 from schemas.outcomes import Acted
-from schemas.reports import AgentStatus
 from schemas.wire import DecisionBatch, Hello, decode_command, encode
 from workers.link.journal import Journal
 from workers.link.upload import STATE_EVERY
@@ -266,6 +267,20 @@ def measure(path: Path, agents: int, commands: int) -> dict[str, object]:
     }
 
 
+def table(rows: list[Row]) -> str:
+    """Return one line, of the whole run."""
+    columns: dict[str, tables.Cell] = {
+        "commands": "{commands:,}",
+        "MB": lambda row: f"{row['file_bytes'] / 1e6:,.0f}",
+        **{f"a commit, {tail}, µs": f"{{commit_us[{tail}]:,.0f}}" for tail in ("p50", "p99", "p99.9", "max")},
+        **{f"of a journal, {tail}": f"{{journal_commit_us[{tail}]:,.0f}}" for tail in ("p50", "p99", "p99.9", "max")},
+        "opened, s": "{opened_s:.2f}",
+        "folded for it": "{folded:,}",
+        "replayed a second": "{replayed_a_second:,}",
+    }
+    return tables.table(columns, rows)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -276,10 +291,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         results = measure(options.log or Path(folder) / "run.db", options.agents, options.commands)
-    text = json.dumps(results, indent=2)
-    print(text)  # noqa: T201
+    print(json.dumps(results, indent=1))  # noqa: T201
     if options.out:
-        options.out.write_text(text + "\n")
+        options.out.write_text(json.dumps([results]) + "\n")
 
 
 if __name__ == "__main__":

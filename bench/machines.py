@@ -25,7 +25,9 @@ from typing import Any, TypeVar
 from msgspec import Raw
 from msgspec.structs import replace
 
-from controlplane.cli.reducers import replay_log
+from bench import tables
+from bench.tables import Row
+from controlplane.cli.replay_log import replay_log
 from controlplane.machine import coordinator
 from controlplane.machine.events import (
     AnswersReceived,
@@ -43,6 +45,7 @@ from controlplane.machine.events import (
 )
 from controlplane.machine.status import fleet_status
 from controlplane.record.log import RunLog
+from schemas.agent_status import AgentStatus
 from schemas.commands import Checkpoint, EngineCommand, Target
 from schemas.desired import Desired
 from schemas.events import (
@@ -62,7 +65,6 @@ from schemas.events import (
 )
 from schemas.identity import Identity, Operation
 from schemas.outcomes import Acted, Reason, Skipped
-from schemas.reports import AgentStatus
 from schemas.wire import DecisionBatch, Hello, encode
 from workers.machine import decide as machine
 from workers.machine.state import remember
@@ -83,8 +85,7 @@ def joined(node_rank: int) -> tuple[machine.AgentState, list[Event]]:
     events: list[Event] = [
         Started(at_ms=0, identity=Identity(replica=0, node_rank=node_rank, nnodes=2), incarnation="bench"),
         EngineObserved(
-            at_ms=0,
-            observation=Observation(engine="null", tokenizer="present", operations=frozenset(Operation)),
+            at_ms=0, observation=Observation(engine="null", tokenizer="present", operations=frozenset(Operation))
         ),
         SnapshotReceived(at_ms=0, epoch=1, seq=0, desired=Desired()),
     ]
@@ -300,6 +301,17 @@ def replaying(agents: list[list[Event]], events: list[CoordinatorEvent]) -> tupl
     return replayed.records / took, replayed.records / least, replayed.records
 
 
+def table(rows: list[Row]) -> str:
+    """Return the decisions a second of each machine."""
+    columns: dict[str, tables.Cell] = {"machine": "{what}", "a second": "{per_second:,}"}
+    return tables.table(columns, (row for row in rows if "per_second" in row))
+
+
+def growth_table(rows: list[Row]) -> str:
+    """Return what one decision of the coordinator costs, by the size of the fleet."""
+    return tables.pivot((row for row in rows if "us" in row), "{what}", "{agents:,}", "{us:,.1f}", "µs of CPU")
+
+
 def main() -> None:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -308,7 +320,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     (primary, acting), (second, skipping) = (agent_events(rank, options.decisions) for rank in (0, 1))
-    rows: list[dict[str, Any]] = [
+    rows: list[Row] = [
         {"what": what, "per_second": round(len(seen) / folded(decide, joined(rank)[0], seen))}
         for what, decide, rank, seen in (
             ("agent skipping", machine.decide, 1, skipping),
@@ -324,14 +336,9 @@ def main() -> None:
         {"what": "replay", "per_second": round(replayed), "records": records},
         {"what": "replay, floor", "per_second": round(least), "records": records},
     ]
-    for row in rows:
-        print(f"{row['what']:<22} {row['per_second']:>10,} a second")  # noqa: T201
     sizes = [int(size) for size in options.agents.split(",")]
-    tables = {size: growth(size) for size in sizes}
-    print(f"\n{'µs of CPU':<24}" + "".join(f"{size:>10,}" for size in sizes))  # noqa: T201
-    for what in tables[sizes[0]]:
-        print(f"{what:<24}" + "".join(f"{tables[size][what]:>10,.1f}" for size in sizes))  # noqa: T201
-    rows += [{"what": what, "agents": size, "us": round(us, 1)} for size in sizes for what, us in tables[size].items()]
+    rows += [{"what": what, "agents": n, "us": round(us, 1)} for n in sizes for what, us in growth(n).items()]
+    print(f"{table(rows)}\n\n{growth_table(rows)}")  # noqa: T201
     if options.out is not None:
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -20,25 +20,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import anyio
 
 from bench.fanout import our_agents
 from bench.light_agents import go, pin, spawned, two_cores
 from bench.processes import own_temporary_files
+from bench.tables import Row, pivot
 from controlplane.bus.bus import Bus
 from controlplane.record.log import RunLog
 from schemas.commands import EngineCommand, Target
 
 SAMPLE_S = 0.001
 PARTS = {
-    "schemas/carriers/record": "log or journal",
-    "schemas/carriers/database": "log or journal",
-    "schemas/carriers/framed": "log or journal",
+    "schemas/storage/": "log or journal",
     "controlplane/record/": "log or journal",
     "workers/link/journal": "log or journal",
-    "schemas/carriers/": "sockets: send, receive, wait",
+    "schemas/transport/": "sockets: send, receive, wait",
     "controlplane/machine/": "decide",
     "workers/machine/": "decide",
     "schemas/desired": "decide",
@@ -188,6 +186,11 @@ def serve(count: str, address: str) -> None:
     our_agents(0, int(count), address, "1", "")
 
 
+def table(rows: list[Row]) -> str:
+    """Return a line for each part."""
+    return pivot(rows, "{part}", "{who}, N={agents}", "{percent:.0f} %", "part")
+
+
 def main() -> None:
     """Measure, print, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -199,12 +202,12 @@ def main() -> None:
     if options.serve is not None:
         serve(*options.serve)
         return
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for count in (int(count) for count in options.agents.split(",")):
         for who, sample in (("agent", sample_agents), ("bus", sample_bus)):
             for part, percent in sample(count, options.seconds).items():
                 rows.append({"who": who, "agents": count, "part": part, "percent": percent})
-                print(f"{who:<6} {count:>4}  {percent:>5.1f} %  {part}")  # noqa: T201
+    print(table(rows))  # noqa: T201
     if options.out is not None:
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -9,10 +9,9 @@ and take turns, so that whatever else the machine does strikes both.
 `bus` is CPU time of the bus's thread for each answer, `zmq` that of libzmq's threads, `x bare` both against both of the
 bare exchange. `burst` counts answers a second when many commands are published at once: by the clock, where one process
 of thousands of speakers may be the slower side, and for each second of CPU of the bus's thread and libzmq's. `turn` is
-the longest turn of the bus while agents join, are idle, or answer one command: in CPU time and by the clock, which
-also counts what else ran on the core; and `in burst`, while many commands wait. `idle` is the share of a core of
-the bus's thread and of libzmq's while nothing is published, once the agents have been there for some heartbeats.
-`joined` is the time from the first dial until all are ready.
+the longest turn of the bus while agents join, are idle, or answer one command, in CPU time. `idle` is the share of a
+core of the bus's thread and of libzmq's while nothing is published, once the agents have been there for some
+heartbeats. `joined` is the time from the first dial until all are ready.
 
 What was imported is frozen before (`gc.freeze`). A full collection of Python's garbage collector goes through all of
 it, 18 ms in this process and far more in a trainer's, in whichever thread happens to begin one.
@@ -26,7 +25,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,11 +34,13 @@ from unittest.mock import patch
 import msgspec
 import zmq
 
+from bench import tables
 from bench.light_agents import go, pin, spawned, two_cores
 from bench.peers import Command, Outcome
+from bench.tables import Row
 from controlplane import ControlPlane
+from controlplane.bus.bus_loop import BusLoop
 from controlplane.bus.descriptors import raise_limit
-from controlplane.bus.turns import Turns
 from schemas.commands import EngineCommand
 
 ANSWERS = 16_384
@@ -98,28 +99,26 @@ class TurnWatch:
     """Measures turns of every bus of this process while `on`. What a turn leaves to a thread is not counted.
 
     Attributes:
-        cpu_us, clock_us: Of the longest.
+        cpu_us: Of the longest.
         on: It costs about a microsecond a turn.
     """
 
     def __init__(self) -> None:
-        self.on, self.cpu_us, self.clock_us = False, 0.0, 0.0
-        begin = Turns.begin
+        self.on, self.cpu_us = False, 0.0
+        begin = BusLoop.begin
 
-        def watched(turns: Turns) -> None:
+        def watched(turns: BusLoop) -> None:
             if not self.on:
                 return begin(turns)
-            clock, cpu = time.perf_counter_ns(), time.thread_time_ns()
+            cpu = time.thread_time_ns()
             begin(turns)
             self.cpu_us = max(self.cpu_us, (time.thread_time_ns() - cpu) / 1000)
-            self.clock_us = max(self.clock_us, (time.perf_counter_ns() - clock) / 1000)
 
-        patch.object(Turns, "begin", watched).start()
+        patch.object(BusLoop, "begin", watched).start()
 
-    def take(self) -> tuple[float, float]:
+    def take(self) -> float:
         """Return the longest turn since the last call."""
-        longest = self.cpu_us, self.clock_us
-        self.cpu_us = self.clock_us = 0.0
+        longest, self.cpu_us = self.cpu_us, 0.0
         return longest
 
 
@@ -230,19 +229,19 @@ def measure(count: int, blocks: int, uploads: bool, watch: TurnWatch, idle_s: fl
         watch.on = True
         watch.take()
         exchange, threads = stack.enter_context(ours(count, speakers_core, uploads, row))
-        row["join_turn_us"], row["join_turn_clock_us"] = watch.take()
+        row["join_turn_us"] = watch.take()
         bare_exchange, bare_threads = stack.enter_context(bare(count, speakers_core))
         rounds = max(3, min(400, ANSWERS // count))
         for warm in (exchange, bare_exchange):
             Block(warm, threads, count, max(2, rounds // 10))
-        row["turn_us"], row["turn_clock_us"] = watch.take()
+        row["turn_us"] = watch.take()
         time.sleep(2 * idle_s)
         own, zmq_threads = threads.used_ns()
         time.sleep(idle_s)
         now_own, now_zmq = threads.used_ns()
         row["idle_share"] = round((now_own - own) / idle_s / 1e9, 4)
         row["idle_zmq_share"] = round((now_zmq - zmq_threads) / idle_s / 1e9, 4)
-        row["idle_turn_us"], row["idle_turn_clock_us"] = watch.take()
+        row["idle_turn_us"] = watch.take()
         watch.on = False
         pairs = [
             (Block(exchange, threads, count, rounds), Block(bare_exchange, bare_threads, count, rounds))
@@ -250,45 +249,40 @@ def measure(count: int, blocks: int, uploads: bool, watch: TurnWatch, idle_s: fl
         ]
         row |= medians("bus", [pair[0] for pair in pairs]) | medians("bare", [pair[1] for pair in pairs])
         row["x_bare"] = round((row["bus_own_us"] + row["bus_zmq_us"]) / (row["bare_own_us"] + row["bare_zmq_us"]), 2)
-        watch.on = True
-        for name, bursts in (
-            ("", [burst(exchange, threads, count) for _ in range(3)]),
-            ("bare_", [burst(bare_exchange, bare_threads, count) for _ in range(3)]),
-        ):
-            by_clock, of_cpu = (round(statistics.median(figures)) for figures in zip(*bursts, strict=True))
-            row[f"{name}burst"], row[f"{name}burst_cpu"] = by_clock, of_cpu
-        row["burst_turn_us"], row["burst_turn_clock_us"] = watch.take()
+        bursts = [burst(exchange, threads, count) for _ in range(3)]
+        row["burst"], row["burst_cpu"] = (round(statistics.median(found)) for found in zip(*bursts, strict=True))
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
 
 
-COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "agents": lambda row: f"{row['agents']}",
-    "bus µs": lambda row: f"{row['bus_own_us']:.1f}",
-    "zmq µs": lambda row: f"{row['bus_zmq_us']:.1f}",
-    "bare µs": lambda row: f"{row['bare_own_us'] + row['bare_zmq_us']:.1f}",
-    "x bare": lambda row: f"{row['x_bare']:.2f}",
-    "report ms": lambda row: f"{row['bus_median_us'] / 1000:.2f}",
-    "bare ms": lambda row: f"{row['bare_median_us'] / 1000:.2f}",
-    "burst/s": lambda row: f"{row['burst']:,}",
-    "of CPU": lambda row: f"{row['burst_cpu']:,}",
-    "bare/s": lambda row: f"{row['bare_burst']:,}",
-    "turn ms": lambda row: f"{longest_turn_ms(row):.1f}",
-    "by clock": lambda row: f"{longest_turn_ms(row, '_clock'):.1f}",
-    "in burst": lambda row: f"{row['burst_turn_us'] / 1000:.1f}",
-    "idle %": lambda row: f"{100 * row['idle_share']:.2f}",
-    "zmq %": lambda row: f"{100 * row['idle_zmq_share']:.2f}",
-    "joined s": lambda row: f"{row['joined_s']:.2f}",
+COLUMNS: dict[str, tables.Cell] = {
+    "speakers": "{agents:,}",
+    "bus's thread, µs": "{bus_own_us:.1f}",
+    "libzmq, µs": "{bus_zmq_us:.1f}",
+    "bare, µs": lambda row: f"{row['bare_own_us'] + row['bare_zmq_us']:.1f}",
+    "times bare": "{x_bare:.2f}",
+    "to report, ms": lambda row: f"{row['bus_median_us'] / 1000:.2f}",
+    "burst, answers/s": "{burst:,}",
+    "a second of CPU": "{burst_cpu:,}",
+    "longest turn, ms": lambda row: f"{longest_turn_ms(row):.1f}",
+    "idle, % of a core": lambda row: f"{100 * row['idle_share']:.2f}",
+    "libzmq idle, %": lambda row: f"{100 * row['idle_zmq_share']:.2f}",
+    "joined, s": "{joined_s:.2f}",
 }
 
 
-def longest_turn_ms(row: dict[str, Any], kind: str = "") -> float:
-    """Return the longest turn of all phases but the burst: in CPU time, or by the clock."""
-    return float(max(row[f"{phase}turn{kind}_us"] for phase in ("", "join_", "idle_"))) / 1000
+def table(rows: list[Row]) -> str:
+    """Return a line for each number of speakers."""
+    return tables.table(COLUMNS, rows)
 
 
-def line(cells: Iterable[str]) -> str:
-    """Return cells as a line of the table."""
-    return "  ".join(f"{cell:>8}" for cell in cells)
+def cpu_us(row: Row) -> float:
+    """CPU of the bus for one answer, with libzmq's."""
+    return float(row["bus_own_us"] + row["bus_zmq_us"])
+
+
+def longest_turn_ms(row: Row) -> float:
+    """Return the longest turn of all phases but the burst, in CPU time."""
+    return float(max(row[f"{phase}turn_us"] for phase in ("", "join_", "idle_"))) / 1000
 
 
 def main() -> None:
@@ -302,11 +296,9 @@ def main() -> None:
     options = parser.parse_args()
     gc.collect()
     gc.freeze()
-    watch, rows = TurnWatch(), []
-    print(line(COLUMNS))  # noqa: T201
-    for count in (int(count) for count in options.agents.split(",")):
-        rows.append(measure(count, options.blocks, options.uploads, watch, options.idle))
-        print(line(cell(rows[-1]) for cell in COLUMNS.values()), flush=True)  # noqa: T201
+    watch, counts = TurnWatch(), [int(count) for count in options.agents.split(",")]
+    rows = [measure(count, options.blocks, options.uploads, watch, options.idle) for count in counts]
+    print(table(rows))  # noqa: T201
     if options.out is not None:
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
 

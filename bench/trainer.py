@@ -1,36 +1,114 @@
-"""What the trainer feels: the time of a `publish`, and how much slower a training loop runs beside the bus.
+"""What the trainer feels: the time of a `publish`, and how long a training loop beside the bus waits for the GIL.
 
-    python -m bench.trainer [--agents 1024] [--real 64] [--loops python,torch] [--pairs 20] [--out FILE]
+    python -m bench.trainer [--agents 1024] [--real 64] [--loops python,torch] [--seconds 20] [--out FILE]
 
 `publish` is measured in the caller's thread beside real agents in other processes, one command after the other.
 
 The loops are one of pure Python, which never lets go of the GIL, and one of torch: steps of a small MLP on one thread.
-`bench.slowdowns` says how their slowdowns are measured. Beside each stands the share of a core that the bus's thread
-took meanwhile: if it kept the GIL from the loop for all of that time, the loop would be slower by as much.
+Beside each stands a bus with light speakers. Loop and speakers are pinned to one core and the bus's thread to another,
+so what the loop shares with the bus is the GIL. `waited` is the part of its time in which the loop's thread neither ran
+nor could have run; time in which another program had its core is not counted where the kernel tells it (schedstat). It
+is at most what the bus's thread takes. Quotients of whole blocks with and without a bus differ by more than that.
 
 A latency is the time of a command from `publish` to its report while the loop goes on. The bus's thread gets the GIL
-after at most a switch interval (`sys.setswitchinterval`), several times for each command.
+after at most a switch interval (`sys.setswitchinterval`), several times for each command: with `switch_interval_us` of
+BusConfig, a short one while the command is open.
 """
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, Literal
 
-from bench.light_agents import two_cores
+from bench import tables
+from bench.light_agents import go, spawned, two_cores
 from bench.processes import spawn
-from bench.slowdowns import FLUSH, STEPS, Beside, bus, slowdown
+from bench.speakers import cpu_ns, thread_of_the_bus
+from bench.tables import Row
 from controlplane import ControlPlane
 from controlplane.tickets import Ticket
+from schemas.commands import EngineCommand
+from schemas.config import BusConfig
 from schemas.reports import Report
 
-BESIDE: Final[tuple[Beside, ...]] = ("idle", "commands")
+Step = Callable[[], object]
+Beside = Literal["idle", "commands"]
+FLUSH: Final = EngineCommand(operation="flush")
 GAP_S = 0.03
 """Time from a report to the next command, for latencies."""
+SHORT_US = 500
+"""Switch interval while a command is open, for the other half of them."""
+
+
+def python_step() -> object:
+    """Some milliseconds of pure Python."""
+    number = 1
+    for _ in range(20_000):
+        number = number * 1_103_515_245 + 12_345 & 0x7FFFFFFF
+    return number
+
+
+def torch_step() -> Step:
+    """Return a step of training, of some milliseconds."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs, labels = torch.randn(256, 256), torch.randint(16, (256,))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
+
+
+STEPS: dict[str, Callable[[], Step]] = {"python": lambda: python_step, "torch": torch_step}
+
+
+@contextmanager
+def bus(agents: int, config: BusConfig | None = None) -> Iterator[ControlPlane]:
+    """A bus on one core, that light speakers on the other have joined; this thread then runs on theirs."""
+    core, other_core = two_cores()
+    cores = os.sched_getaffinity(0)
+    _pin(other_core)  # also the threads that the bus starts
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            ControlPlane("tcp://127.0.0.1:0", log=Path(folder) / "run.db", config=config) as plane,
+            spawned(plane.address, agents, *(["--core", str(core)] if core is not None else [])) as child,
+        ):
+            ready = plane.wait_for_agents(agents)
+            go(child)
+            ready.wait()
+            _pin(core)
+            yield plane
+    finally:
+        os.sched_setaffinity(threading.get_native_id(), cores)
+
+
+def _pin(core: int | None) -> None:
+    """Keep this thread on a core, and those that it starts from now on."""
+    if core is not None:
+        os.sched_setaffinity(threading.get_native_id(), {core})
+
+
+def _kept_out_ns() -> int:
+    """Time that this thread was ready to run and had no core; 0 where the kernel does not tell."""
+    with suppress(OSError, IndexError):
+        return int(Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()[1])
+    return 0
 
 
 def microseconds(took_us: list[float]) -> dict[str, float]:
@@ -39,7 +117,7 @@ def microseconds(took_us: list[float]) -> dict[str, float]:
     return {"p50_us": round(cuts[49], 1), "p99_us": round(cuts[98], 1)}
 
 
-def publishing(agents: int, commands: int) -> dict[str, Any]:
+def publishing(agents: int, commands: int) -> Row:
     """Return the time of `publish` in the caller's thread."""
     took = []
     with (
@@ -56,11 +134,9 @@ def publishing(agents: int, commands: int) -> dict[str, Any]:
     return {"what": "publish", "agents": agents} | microseconds(took)
 
 
-def latency(plane: ControlPlane, loop: str, agents: int, switch_s: float, commands: int) -> dict[str, Any]:
+def latency(plane: ControlPlane, loop: str, agents: int, switch_us: int, commands: int) -> Row:
     """Return the time from publish to report beside a loop that goes on."""
     step, took = STEPS[loop](), []
-    before_s = sys.getswitchinterval()
-    sys.setswitchinterval(switch_s)
     for _ in range(commands):
         done: list[float] = []
 
@@ -72,54 +148,82 @@ def latency(plane: ControlPlane, loop: str, agents: int, switch_s: float, comman
         while not done or time.perf_counter() < done[0] + GAP_S:
             step()
         took.append(1e6 * (done[0] - start))
-    sys.setswitchinterval(before_s)
-    return {"what": "latency", "loop": loop, "agents": agents, "switch_ms": 1000 * switch_s} | microseconds(took)
+    return {"what": "latency", "loop": loop, "agents": agents, "switch_ms": switch_us / 1000} | microseconds(took)
 
 
-def line(row: dict[str, Any]) -> str:
-    """Return a row as text."""
-    if row["what"] == "slowdown":
-        beside = "idle agents" + (" and a command a second" if row["beside"] == "commands" else "")
-        return (
-            f"a loop in {row['loop']} (steps of {row['step_ms']} ms) beside {row['agents']} {beside}: "
-            f"{row['percent']:+.2f} % (between {row['low_percent']:+.2f} and {row['high_percent']:+.2f}); it waited "
-            f"{row['waited_percent']} % of the time, alone {row['waited_alone_percent']} %; the bus's thread took "
-            f"{row['bus_percent']} % of a core"
-        )
-    where = f"beside {row['agents']} agents"
+def waiting(plane: ControlPlane, loop: str, agents: int, beside: Beside, seconds: float) -> Row:
+    """Return how long a loop waited for the GIL beside a bus that is idle or publishes a command a second."""
+    step, tickets, threads = STEPS[loop](), [], {thread_of_the_bus()}
+    for _ in range(20):
+        step()
+    start = now = time.perf_counter_ns()  # before the other clocks, and `took` after them, so that they count less
+    kept_out, cpu, bus_ns = _kept_out_ns(), time.thread_time_ns(), cpu_ns(threads)
+    last, due = start + int(seconds * 1e9), start + int(seconds * 1e8)
+    while now < last:
+        step()
+        now = time.perf_counter_ns()
+        if beside == "commands" and now >= due:
+            tickets.append(plane.publish(FLUSH))
+            due += 10**9
+    bus_ns, cpu, kept_out = cpu_ns(threads) - bus_ns, time.thread_time_ns() - cpu, _kept_out_ns() - kept_out
+    took = time.perf_counter_ns() - start
+    for ticket in tickets:
+        ticket.wait().raise_for_failures()
+    return {
+        "what": "waiting",
+        "loop": loop,
+        "agents": agents,
+        "beside": beside,
+        "waited_percent": round(100 * max(0.0, 1 - cpu / (took - kept_out)), 2),
+        "bus_percent": round(100 * bus_ns / took, 2),
+    }
+
+
+def words(row: Row) -> str:
+    """Return what a row is about."""
+    if row["what"] == "publish":
+        return f"`publish` beside {row['agents']} agents"
     if row["what"] == "latency":
-        where = f"of a command to {row['agents']} beside a loop in {row['loop']}, switch interval {row['switch_ms']} ms"
-    return f"{row['what']} {where}: median {row['p50_us']:,.0f} µs, p99 {row['p99_us']:,.0f} µs"
+        return f"a command to {row['agents']} beside a loop in {row['loop']}, switch interval {row['switch_ms']} ms"
+    commands = " and a command a second" if row["beside"] == "commands" else ""
+    return f"a loop in {row['loop']} beside {row['agents']:,} idle agents{commands}"
+
+
+def figures(row: Row) -> str:
+    """Return what was measured."""
+    if row["what"] == "publish":
+        return f"{row['p50_us']} µs, p99 {row['p99_us']} µs"
+    if row["what"] == "latency":
+        return f"{row['p50_us'] / 1000:.1f} ms, p99 {row['p99_us'] / 1000:.1f} ms"
+    return f"waited {row['waited_percent']:.2f} % of the time; the bus's thread {row['bus_percent']} % of a core"
+
+
+def table(rows: list[Row]) -> str:
+    """Return a line for each row."""
+    return tables.table({"what": words, "median": figures}, rows)
 
 
 def main() -> None:
-    """Measure, print, write JSON."""
+    """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--agents", type=int, default=1024)
     parser.add_argument("--real", type=int, default=64)
     parser.add_argument("--loops", default=",".join(STEPS))
-    parser.add_argument("--block", type=float, default=1.0)
-    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--commands", type=int, default=600)
     parser.add_argument("--latencies", type=int, default=60)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rows = []
-
-    def add(row: dict[str, Any]) -> None:
-        rows.append(row)
-        print(line(row), flush=True)  # noqa: T201
-
-    loops = options.loops.split(",")
-    add(publishing(options.real, options.commands))
+    loops, rows = options.loops.split(","), [publishing(options.real, options.commands)]
+    usual_us = round(1e6 * sys.getswitchinterval())
     for agents in (1, options.real):
-        with bus(agents, two_cores()[1]) as plane:
-            for loop in loops:
-                for switch_s in (sys.getswitchinterval(), 0.0005):
-                    add(latency(plane, loop, agents, switch_s, options.latencies))
-    for loop in loops:
-        for beside in BESIDE:
-            add(slowdown(loop, options.agents, beside, options.block, options.pairs))
+        for switch_us, config in ((usual_us, None), (SHORT_US, BusConfig(switch_interval_us=SHORT_US))):
+            with bus(agents, config) as plane:
+                rows += [latency(plane, loop, agents, switch_us, options.latencies) for loop in loops]
+    with bus(options.agents) as plane:
+        for loop in loops:
+            rows += [waiting(plane, loop, options.agents, beside, options.seconds) for beside in ("idle", "commands")]
+    print(table(rows))  # noqa: T201
     if options.out is not None:
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
 

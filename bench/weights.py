@@ -24,8 +24,10 @@ from pathlib import Path
 import anyio
 from msgspec.structs import replace
 
+from bench import tables
 from bench.null_engine import NullEngine
 from bench.processes import run_agents, spawn
+from bench.tables import Row
 from controlplane import ControlPlane
 from schemas.commands import Checkpoint, Manifest
 from schemas.events import Call, Load, Pause, Resume, Returned, Sleep, Wake
@@ -40,8 +42,6 @@ PARTS = ("added", "prepare", "load", "commit", "to_serving", "to_report", "plain
 the same calls without a sync."""
 CALLS = 5
 """Engine calls of a sync."""
-
-Row = dict[str, object]
 
 
 class Moments:
@@ -165,28 +165,21 @@ def measure_sync(agents: int, rounds: int, load_ms: int) -> Row:
     return row
 
 
-COLUMNS = {
-    "agents": "agents",
-    "fan-out µs": "fan_out_us",
-    "sync adds µs": "added_us",
-    "fan-outs": "added_fan_outs",
-    "prepare": "prepare_fan_outs",
-    "load": "load_fan_outs",
-    "commit": "commit_fan_outs",
-    "plain": "plain_fan_outs",
-    "loaded to serving µs": "to_serving_us",
-    "fan-outs ": "to_serving_fan_outs",
-    "loaded to report µs": "to_report_us",
-    "fan-outs  ": "to_report_fan_outs",
+COLUMNS: dict[str, tables.Cell] = {
+    "agents": "{agents}",
+    "one fan-out": lambda row: f"{row['fan_out_us'] / 1000:.1f} ms",
+    "a sync adds to the load": lambda row: f"{row['added_us'] / 1000:.1f} ms",
+    "fan-outs": "{added_fan_outs:.2f}",
+    "its calls in plain commands": lambda row: f"{row['plain_us'] / 1000:.1f} ms",
+    "plain fan-outs": "{plain_fan_outs:.2f}",
+    "all loaded to all serving": lambda row: f"{row['to_serving_us'] / 1000:.1f} ms",
+    "serving fan-outs": "{to_serving_fan_outs:.2f}",
 }
 
 
-def table(columns: dict[str, str], rows: list[Row]) -> str:
-    """Return the rows as text, under these titles."""
-    cells = [[str(row[key]) for key in columns.values()] for row in rows]
-    widths = [max(len(title), *(len(line[place]) for line in cells), 8) for place, title in enumerate(columns)]
-    lines = (zip(line, widths, strict=True) for line in [list(columns), *cells])
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in line) for line in lines)
+def table(rows: list[Row]) -> str:
+    """Return a line for each fleet."""
+    return tables.table(COLUMNS, rows)
 
 
 def main() -> None:
@@ -202,7 +195,7 @@ def main() -> None:
     options = parser.parse_args()
     agents = [int(count) for count in options.agents.split(",")]
     rows = [measure_sync(count, options.rounds, options.load_ms) for count in agents]
-    print(table(COLUMNS, rows), flush=True)  # noqa: T201
+    print(table(rows))  # noqa: T201
     if options.out is not None:
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -1,7 +1,7 @@
 """Metrics of a bus for Prometheus, to register where the trainer's own are. Needs the extra `metrics`.
 
 Theory of operation. What is so at a moment (agents, versions, open commands) is read when it is scraped, from the state
-of the coordinator, which is replaced and never changed: no command pays for it, and nobody waits for a scrape. What
+of the coordinator, which is replaced and never changed: no command pays for it, and nothing waits for a scrape. What
 happens (commands, outcomes, losses) is counted when it has, after it was recorded and sent.
 
 Labels have few values: kinds of commands, reasons, states, roles, and the index of a replica. No series belongs to one
@@ -11,37 +11,35 @@ database keeps them all. The status and the log name agents.
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final
 
 from prometheus_client import Counter as Counted
 from prometheus_client import Histogram
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from controlplane.bus.bus import Bus
 from controlplane.bus.descriptors import limit_and_left
 from controlplane.machine import events
+from controlplane.machine.adapters import adapter_statuses
 from controlplane.machine.coordinator import LOGIC
-from controlplane.machine.fleet import CoordinatorState
-from controlplane.machine.membership import speaks_for_replica
-from controlplane.machine.serving import proven_replicas
-from controlplane.machine.tables import as_dict
+from controlplane.machine.coordinator_state import CoordinatorState
+from controlplane.machine.replicas import is_primary, proven_replicas, quarantined_replicas, syncing_replicas
 from controlplane.plane import ControlPlane
-from schemas.carriers.exposition import Sample, Table, families_of, filled, without_created
-from schemas.commands import Command, EpochStart, ProfileCommand, WeightSync
+from schemas.commands import AdapterDrop, AdapterSync, Command, EpochStart, ProfileCommand, Target, WeightSync
 from schemas.formatting import kind_and_reason
 from schemas.identity import ROLLOUT
 from schemas.reports import Report, SyncReport
+from schemas.transport.exposition import Sample, Table, TableCollector
 
 AGENT_STATES: Final = ("joining", "live", "gone", "left")
 PHASES: Final = ("prepare", "load", "commit", "abort")
 KINDS: Final = (
     *("pause", "resume", "sleep", "wake", "flush", "abort", "epoch_start"),
     *("profile_start", "profile_stop", "profile_collect", "profile_check", "profile_finish"),
+    *("adapter_prepare", "adapter_load", "adapter_commit", "adapter_abort", "adapter_drop"),
 )
-"""Kinds of commands that are no phases of a sync."""
+"""Kinds of commands that are no phases of a weight sync."""
 COMMAND_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 SYNC_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -65,13 +63,15 @@ READ: Final[Table] = {
     "rolloutctl_replica_silence_seconds": ("Time since the last message of its quietest live agent.", ("replica",)),
     "rolloutctl_committed_version": ("Newest committed weights.", ()),
     "rolloutctl_sync_in_progress": ("1 during a weight sync.", ()),
+    "rolloutctl_adapter_version": ("Newest committed version of a LoRA adapter.", ("adapter",)),
+    "rolloutctl_adapter_replicas": ("Replicas that serve and are proven to hold that version.", ("adapter",)),
     "rolloutctl_open_commands": ("Commands that an agent has not answered.", ()),
     "rolloutctl_oldest_open_command_seconds": ("Age of the oldest of them; 0 if there is none.", ()),
 }
 """What is read at a scrape."""
 
 
-class BusCollector(Collector):
+class BusCollector(TableCollector):
     """Metrics of an open control plane: `REGISTRY.register(BusCollector(plane))`. May be scraped from any thread.
 
     Counts from its creation on. It goes on to answer when the plane has closed, with `rolloutctl_bus_up` 0; take it
@@ -120,17 +120,15 @@ class BusCollector(Collector):
         )
         self._syncs = Histogram(
             "rolloutctl_sync_duration_seconds",
-            "From the request of a weight sync to its end.",
+            "From the request of a sync to its end, of weights or of an adapter.",
             ["status"],
             buckets=SYNC_S,
             registry=None,
         )
         self._begin_at_zero()
-        self._counted = (
-            *(self._commands, self._outcomes, self._refused, self._lost),
-            *(self._durations, self._phases, self._syncs),
-        )
-        self._sync_began_us = 0
+        counted = (self._commands, self._outcomes, self._refused, self._lost)
+        super().__init__(READ, (*counted, self._durations, self._phases, self._syncs))
+        self._sync_began_us: dict[str, int] = {}  # by adapter; of base weights under ""
         self._bus.decisions.add(self._note)
 
     def _begin_at_zero(self) -> None:
@@ -148,26 +146,21 @@ class BusCollector(Collector):
             for value in values:
                 counted.labels(value)
 
-    def describe(self) -> Iterable[Metric]:
-        """Return all families, without samples."""
-        return [*families_of(READ).values(), *(family for metric in self._counted for family in metric.describe())]
-
-    def collect(self) -> Iterator[Metric]:
-        """Return all families at this moment."""
-        yield from filled(READ, _read(self._bus))
-        yield from without_created(family for metric in self._counted for family in metric.collect())
+    def read(self) -> Iterator[Sample]:
+        return _read(self._bus)
 
     def _note(self, event: events.CoordinatorEvent, effects: events.CoordinatorEffects) -> None:
         if isinstance(event, events.PeerLost):
             self._lost.labels(event.reason).inc()
         elif isinstance(event, events.SyncRequested) and not any(isinstance(done, events.Refuse) for done in effects):
-            self._sync_began_us = event.at_us
+            self._sync_began_us[event.adapter.name if event.adapter is not None else ""] = event.at_us
         for effect in effects:
             match effect:
                 case events.Conclude(report=Report() as report):
                     self._note_report(report)
-                case events.Conclude(report=SyncReport(status=status)):
-                    self._syncs.labels(status).observe((event.at_us - self._sync_began_us) / 1e6)
+                case events.Conclude(report=SyncReport(status=status, adapter=adapter)):
+                    began_us = self._sync_began_us.get(adapter, event.at_us)
+                    self._syncs.labels(status).observe((event.at_us - began_us) / 1e6)
                 case events.Refuse(kind=kind):
                     self._refused.labels(kind).inc()
 
@@ -193,6 +186,10 @@ def kind_of(command: Command) -> str:
             return f"profile_{action}"
         case WeightSync(phase=phase):
             return f"weights_{phase}"
+        case AdapterSync(phase=phase):
+            return f"adapter_{phase}"
+        case AdapterDrop():
+            return "adapter_drop"
         case EpochStart():
             return "epoch_start"
         case _:
@@ -210,9 +207,12 @@ def _read(bus: Bus) -> Iterator[Sample]:
     yield "rolloutctl_bus_file_descriptors_left", (), limit_and_left()[1]
     yield "rolloutctl_log_size_bytes", (), _size_of_log(bus)
     yield "rolloutctl_log_commit_failures_total", (), bus.fault is not None
-    yield "rolloutctl_malformed_messages_total", (), bus.malformed
-    yield "rolloutctl_safety_polls_total", (), bus.safety_polls
+    yield "rolloutctl_malformed_messages_total", (), bus.inbox.malformed
+    yield "rolloutctl_safety_polls_total", (), bus.router.safety_polls + bus.publisher.safety_polls
     yield "rolloutctl_sync_in_progress", (), state.sync is not None
+    for name, adapter in adapter_statuses(state).items():
+        yield "rolloutctl_adapter_version", (name,), adapter.version
+        yield "rolloutctl_adapter_replicas", (name,), len(adapter.replicas)
     yield "rolloutctl_open_commands", (), len(state.open)
     oldest_us = min((command.issued_us for command in state.open), default=now_us)
     yield "rolloutctl_oldest_open_command_seconds", (), max(0, now_us - oldest_us) / 1e6
@@ -221,7 +221,7 @@ def _read(bus: Bus) -> Iterator[Sample]:
 
 
 def _read_agents(state: CoordinatorState) -> Iterator[Sample]:
-    members = as_dict(state.members).values()
+    members = state.members.values()
     counts = Counter((member.hello.identity.role, member.state) for member in members)
     for role in sorted({ROLLOUT, *(role for role, _ in counts)}):
         for name in AGENT_STATES:
@@ -229,27 +229,28 @@ def _read_agents(state: CoordinatorState) -> Iterator[Sample]:
 
 
 def _read_replicas(state: CoordinatorState, bus: Bus) -> Iterator[Sample]:
-    (serving, unproven), syncing = proven_replicas(state), state.roster.syncing
+    (serving, unproven), syncing = proven_replicas(state), syncing_replicas(state, Target())
+    quarantined = quarantined_replicas(state)
     committed = max(desired.version for desired in (state.default_desired, *state.desired.values()))
     yield "rolloutctl_committed_version", (), committed
     yield "rolloutctl_replicas_known", (), len(syncing)
     yield "rolloutctl_replicas_serving", (), len(serving)
     yield "rolloutctl_replicas_unproven", (), len(unproven)
     silence_us: dict[int, int] = {}
-    for member in as_dict(state.members).values():
+    for member in state.members.values():
         identity = member.hello.identity
         replica, status = identity.replica, member.status
         if member.state == "live" and identity.role == ROLLOUT:
             silence_us[replica] = max(silence_us.get(replica, 0), bus.silent_us(member.peer))
-        if not speaks_for_replica(member) or replica not in syncing:
+        if not is_primary(member) or replica not in syncing:
             continue
         label = (str(replica),)
         yield "rolloutctl_replica_serving", label, replica in serving
+        yield "rolloutctl_replica_quarantined", label, replica in quarantined
         if status is not None:
             held = serving.get(replica, status.version)
             yield "rolloutctl_replica_version", label, held
             yield "rolloutctl_replica_version_lag", label, committed - held
-            yield "rolloutctl_replica_quarantined", label, status.quarantined > 0
     for replica, silent_us in silence_us.items():
         yield "rolloutctl_replica_silence_seconds", (str(replica),), silent_us / 1e6
 

@@ -6,66 +6,65 @@ microseconds and returns a `Ticket`: a trainer without an event loop calls `.wai
 """
 
 import os
-import socket
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
-from anyio import CancelScope, fail_after, to_thread
-from anyio.from_thread import BlockingPortal
+from anyio import CancelScope, to_thread
 
 from controlplane.bus.bus import Bus
 from controlplane.bus.key_folder import KeyFolder
 from controlplane.bus.thread import BusThread
-from controlplane.machine.events import Absent
-from controlplane.machine.serving import all_serve, what_agents_lack
-from controlplane.phased_sync import PhasedSync, SendWeights, send_when_loading
+from controlplane.engine_commands import EngineCommands, Replicas, target_of
+from controlplane.machine.events import OnUnreachable
+from controlplane.machine.fleet_view import FleetView
 from controlplane.record.log import RunLog
+from controlplane.sending import SendWeights, send_when_loading
 from controlplane.steps import Profiling, Step
 from controlplane.tickets import Ticket
-from schemas.carriers.filesystems import network_type
-from schemas.carriers.keys import KEYS_VARIABLE
-from schemas.carriers.sockets import Context
+from controlplane.waiting import await_agents
 from schemas.commands import (
+    AdapterDrop,
+    AdapterRequest,
     Broadcast,
     Checkpoint,
-    EngineCommand,
     Manifest,
-    ProfileCommand,
-    ProfilePlan,
     Source,
     Target,
     durable_source,
 )
 from schemas.config import BusConfig, milliseconds, within_bounds
-from schemas.errors import AgentsMissing, BusClosed, ConfigError, RolloutctlError
+from schemas.errors import BusClosed, BusFaulted, ConfigError
 from schemas.formatting import escape_html
-from schemas.identity import Identity, InFlight, Tag
+from schemas.identity import TIME_MAX_MS, Identity, InFlight
 from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig
-from schemas.reports import FleetStatus, Report, SyncReport
-from schemas.safetensors.manifest import build_manifest
+from schemas.reports import AdapterStatus, FleetStatus, Report, SyncReport
+from schemas.safetensors.manifest import build_manifest, read_checkpoint
 from schemas.safetensors.paths import resolve_below
+from schemas.storage.filesystems import network_type
+from schemas.transport.keys import KEYS_VARIABLE
+from schemas.transport.sockets import Context
 
 logger = logger_of("plane")
 
+STATUS_MS: Final = 5_000
+"""Longest time that `status` waits for a bus before it looks whether its log hangs."""
 StrPath = str | os.PathLike[str]
-Replicas = Iterable[int] | None
 
 
-class ControlPlane:
+class ControlPlane(EngineCommands):
     """The control plane of one training run.
 
     Enter it with `with` or `async with`. All methods may be called from any thread. Those that command the fleet
     publish at once and return a ticket. A method raises CommandError for a command that can't be published,
     BusOverloaded, BusFaulted (the log can't be written) or BusClosed. What happens in the fleet is in the reports.
 
-    In all methods, `replicas` are the indices of the replicas that the command is for (None for all), and `timeout`
-    is the number of seconds after which agents that have not answered are reported as missing.
+    In all methods, `replicas` are the indices of the replicas that the command is for, or one index (None for all), and
+    `timeout` is the number of seconds after which agents that have not answered are reported as missing.
 
     Args:
         address: Where agents connect, e.g. tcp://127.0.0.1:5555. Port 0 lets the system choose; see `.address`.
@@ -79,7 +78,7 @@ class ControlPlane:
             its own path to the same directory.
         keys: Folder made by `rolloutctl keys`: the bus's own key, and who may come in. Needed for an address that other
             machines can reach. None for the folder that `ROLLOUTCTL_KEYS` names, or no keys.
-        insecure: Allow an address that other machines can reach without keys. Anybody on them can command the engines.
+        insecure: Allow an address that other machines can reach without keys. Programs there can command the engines.
         context: ZeroMQ context, for `inproc://` addresses. A bus with keys needs one without another such bus.
 
     Raises:
@@ -101,13 +100,13 @@ class ControlPlane:
     ) -> None:
         self._address, self._log, self._run = address, log, run
         self._config = within_bounds(config or BusConfig())
-        self._profiling = Profiling(
-            profiler or ProfilerConfig(), lambda *order: self.bus.publish(*order), self._live_identities
-        )
+        self._profiler = profiler or ProfilerConfig()
+        self._profiling = Profiling(self._profiler, lambda *order: self.bus.publish(*order), self._live_identities)
         self._checkpoints, self._insecure, self._context = Path(checkpoints), insecure, context
         folder = keys or os.environ.get(KEYS_VARIABLE)
         self._keys = KeyFolder(Path(folder)) if folder else None
         self._begun: Step | None = None
+        self._senders: list[threading.Thread] = []
         self._opened: BusThread | None = None
         self._owner: threading.Thread | None = None
         self._bus: Bus
@@ -115,18 +114,20 @@ class ControlPlane:
     # --- lifetime -----------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Open the log and start the bus. Blocks for some milliseconds."""
+        """Open the log and start the bus. Blocks for some milliseconds, and for half a minute at most."""
         if self._opened is not None:
             raise ConfigError("this control plane is already open: create one object for each life of a bus")
+        reads = f"the log {self._log}" + (f" or the keys in {self._keys.path}" if self._keys is not None else "")
+        thread = BusThread(self._make_bus, self._owner or threading.current_thread(), reads)
+        self._bus = thread.start()
+        self._opened = thread
+
+    def _make_bus(self) -> Bus:
+        config = self._config
+        log = RunLog.open(
+            self._log, self._run, config.durability, bytes_max=config.log_bytes_max, age_max_s=config.log_age_max_s
+        )
         with ExitStack() as stack:
-            config = self._config
-            log = RunLog.open(
-                self._log,
-                self._run,
-                config.durability,
-                bytes_max=config.log_bytes_max,
-                age_max_s=config.log_age_max_s,
-            )
             stack.callback(log.close)
             if filesystem := network_type(Path(self._log)):
                 logger.warning(
@@ -139,23 +140,26 @@ class ControlPlane:
             bus = Bus(
                 self._address,
                 log,
-                self._config,
+                config,
                 insecure=self._insecure,
                 keys=self._keys,
                 checkpoints=self._checkpoints,
                 context=self._context,
             )
-            thread = BusThread(bus, self._owner or threading.current_thread())
-            thread.start()
             stack.pop_all()  # the bus closes the log
-            self._bus, self._opened = bus, thread
+        return bus
 
     def close(self) -> None:
         """End an open profiling session, inform the fleet, and close the log. Open tickets fail with BusClosed.
 
-        Ctrl-C ends the wait at once, with KeyboardInterrupt: the bus then closes by itself, within seconds.
+        Ctrl-C ends the wait at once, with KeyboardInterrupt: the bus then closes by itself, within seconds. A `send`
+        that has not returned is not waited for.
+
+        Raises:
+            BusFaulted: The bus has not closed within half a minute, since the disk of its log hangs. The process can
+                end all the same.
         """
-        if self._opened is None:
+        if self._opened is None or self._opened.misused is not None:  # a fork leaves its parent's open
             return
         opened = self._opened
         try:
@@ -164,6 +168,9 @@ class ControlPlane:
             opened.ask_to_end()
             self._opened = None
         opened.end()
+        for sender in self._senders:
+            if sender.is_alive():
+                logger.warning("the bus has closed, and `send` has not returned: thread %s is left alone", sender.name)
 
     def __enter__(self) -> Self:
         self.open()
@@ -183,19 +190,15 @@ class ControlPlane:
 
     @property
     def bus(self) -> Bus:
-        """The open bus. Raises BusClosed if it is not open."""
+        """The open bus. Raises BusClosed if it is not open, and BusError in a fork of the process that opened it."""
         if self._opened is None:
             raise self._closed()
+        if (error := self._opened.misused) is not None:
+            raise error
         return self._bus
 
     def _closed(self) -> BusClosed:
         return BusClosed(f"the control plane at {self._address} is not open: use `with` or `async with`")
-
-    @property
-    def _portal(self) -> BlockingPortal:
-        if self._opened is None:
-            raise self._closed()
-        return self._opened.portal
 
     @property
     def address(self) -> str:
@@ -210,9 +213,22 @@ class ControlPlane:
     # --- the fleet ----------------------------------------------------------------------------------------------------
 
     def status(self) -> FleetStatus:
-        """Return the fleet at this moment: its agents, their states, and which commands wait for whom."""
+        """Return the fleet at this moment: its agents, their states, and which commands wait for which agents.
+
+        While the disk of the log hangs, it is the fleet as last known, and `hold_up` says since when.
+
+        Raises:
+            BusClosed: The bus has ended.
+        """
         bus = self.bus
-        return self._portal.call(bus.status_in_steps)
+        if held_up := bus.held_up.status():
+            return held_up
+        try:
+            return bus.run_soon(partial(_status, bus), STATUS_MS).wait()
+        except BusFaulted:  # the disk began to hang meanwhile
+            if held_up := bus.held_up.status():
+                return held_up
+            raise
 
     def serving(self) -> dict[int, int]:
         """Return the replicas that serve at this moment, each with the version that it is proven to serve.
@@ -223,9 +239,17 @@ class ControlPlane:
         `agent_timeout_ms`. Version 0 is what the engine was launched with. Replicas that never sync are left out.
 
         Raises:
-            BusFaulted, BusClosed: The bus has stopped, and nobody knows what the replicas serve.
+            BusFaulted, BusClosed: The bus has stopped, and what the replicas serve is not known.
         """
-        return self.bus.serving()
+        return self.bus.view().serving
+
+    def view(self) -> FleetView:
+        """Return what is known of the fleet at this moment, for a trainer's door.
+
+        Raises:
+            BusFaulted, BusClosed: Nothing is known of it.
+        """
+        return self.bus.view()
 
     def wait_for_agents(self, count: int, timeout: float = 60.0) -> Ticket[FleetStatus]:
         """Wait until `count` agents are live, and every live replica is proven to serve.
@@ -233,15 +257,16 @@ class ControlPlane:
         Only what an agent reports after this call counts. Node rank 0 of a replica must then generate on the committed
         weights, in sync and not quarantined. Other nodes and training ranks must be alive.
 
+        Args:
+            count: Agents that must be live, training ranks included.
+            timeout: Seconds to wait.
+
         Raises:
             ConfigError: The timeout is out of bounds.
             AgentsMissing: From the ticket. Names what each known agent still lacks.
         """
-        ticket: Ticket[FleetStatus] = Ticket(0)
         bus = self.bus
-        milliseconds(timeout)  # its bounds
-        self._portal.start_task_soon(partial(_await_agents, bus, count, timeout, ticket))
-        return ticket
+        return bus.run_soon(partial(await_agents, bus, count, timeout), milliseconds(timeout))
 
     def retire(self, *places: int | str) -> Ticket[FleetStatus]:
         """Take places out of the run for good, so that reports no longer name them as absent.
@@ -271,87 +296,7 @@ class ControlPlane:
         members = self.bus.state.members.values()  # a state is replaced, never changed: any thread may read it
         return [member.hello.identity for member in members if member.state == "live"]
 
-    # --- commands -----------------------------------------------------------------------------------------------------
-
-    def publish(
-        self, command: ProfileCommand | EngineCommand, replicas: Replicas = None, timeout: float = 30.0
-    ) -> Ticket[Report]:
-        """Publish one command. Takes microseconds here, whatever the size of the fleet."""
-        return self.bus.publish(command, _target(replicas), milliseconds(timeout))
-
-    def pause(
-        self, in_flight: InFlight = "abort", *, replicas: Replicas = None, timeout: float = 30.0
-    ) -> Ticket[Report]:
-        """Stop generation.
-
-        Args:
-            in_flight: `abort` ends running requests: they return the tokens that they have, all of the old weights.
-                `wait` lets them finish. `keep` freezes them. If the weights change meanwhile, as in a sync, the rest of
-                a frozen sequence is of neither version alone, because the cache behind it is the old weights': train on
-                the logprobs that the engine reports for it, not on recomputed ones.
-        """
-        return self.publish(EngineCommand(operation="pause", mode=in_flight), replicas, timeout)
-
-    def resume(self, *, replicas: Replicas = None, timeout: float = 30.0) -> Ticket[Report]:
-        """Resume generation."""
-        return self.publish(EngineCommand(operation="resume"), replicas, timeout)
-
-    def sleep(
-        self, tags: Iterable[Tag] = (), *, discard: bool = False, replicas: Replicas = None, timeout: float = 60.0
-    ) -> Ticket[Report]:
-        """Release engine memory.
-
-        Args:
-            tags: `weights`, `kv_cache`; both if none is given.
-            discard: Drop the weights instead of keeping them in host memory. The committed ones are loaded after the
-                wake.
-        """
-        command = EngineCommand(operation="sleep", tags=frozenset(tags), discard=discard)
-        return self.publish(command, replicas, timeout)
-
-    def wake(self, tags: Iterable[Tag] = (), *, replicas: Replicas = None, timeout: float = 60.0) -> Ticket[Report]:
-        """Allocate released memory again: the given tags, or all."""
-        return self.publish(EngineCommand(operation="wake", tags=frozenset(tags)), replicas, timeout)
-
-    def flush(self, *, replicas: Replicas = None, timeout: float = 30.0) -> Ticket[Report]:
-        """Flush the prefix cache."""
-        return self.publish(EngineCommand(operation="flush"), replicas, timeout)
-
-    def abort_requests(self, *, replicas: Replicas = None, timeout: float = 30.0) -> Ticket[Report]:
-        """Abort all running requests."""
-        return self.publish(EngineCommand(operation="abort"), replicas, timeout)
-
-    def start_profile(
-        self,
-        step: int,
-        plan: ProfilePlan | None = None,
-        *,
-        roles: Mapping[str, ProfilePlan] | None = None,
-        replicas: Replicas = None,
-        timeout: float = 30.0,
-    ) -> Ticket[Report]:
-        """Open a profiling session by hand. `step` opens and closes them by configuration.
-
-        Args:
-            step: Global training step; names the directory of the traces.
-            plan: For rollouts; None for the configured one.
-            roles: For training ranks, by role; None for the configured ones.
-        """
-        config = self._profiling.config
-        role_plans = dict(roles) if roles is not None else config.roles
-        command = ProfileCommand(action="start", step=step, plan=plan or config.plan, roles=role_plans)
-        return self.publish(command, replicas, timeout)
-
-    def stop_profile(self, step: int, *, replicas: Replicas = None, timeout: float = 30.0) -> Ticket[Report]:
-        """Close the session of that step. The report lists the traces."""
-        return self.publish(ProfileCommand(action="stop", step=step), replicas, timeout)
-
-    def collect_traces(
-        self, step: int, plan: ProfilePlan | None = None, *, replicas: Replicas = None, timeout: float = 30.0
-    ) -> Ticket[Report]:
-        """After a stop, ask node ranks above 0 to list the traces that their ranks wrote to their own disks."""
-        command = ProfileCommand(action="collect", step=step, plan=plan or self._profiling.config.plan)
-        return self.publish(command, replicas, timeout)
+    # --- weights and adapters -----------------------------------------------------------------------------------------
 
     def sync_weights(
         self,
@@ -364,29 +309,33 @@ class ControlPlane:
         in_flight: InFlight = "abort",
         quorum: int | None = None,
         replicas: Replicas = None,
-        absent: Absent = "leave",
+        on_unreachable: OnUnreachable = "skip",
         timeout: float = 600.0,
     ) -> Ticket[SyncReport]:
         """Bring the fleet to new weights, all replicas together or none: prepare, load, then commit or abort.
 
         Args:
             version: Larger than any committed before, and not one that was used for other weights: once replicas were
-                told to load it, it stands for this source and manifest. None for the next of the run, one more than
-                the newest that was ever requested; the report says which.
+                told to load it, it stands for this source and manifest. None for the next of the run, one more than the
+                newest that was ever requested; the report says which.
             source: Where the weights are. A path is a directory of safetensors files below `checkpoints`, the same as
                 `Checkpoint(path)`.
             manifest: What the source must hold; None to read it from the headers of the files on this machine.
-            content: Hash the bytes of the tensors too, here and in every engine that can. Reads the whole checkpoint
-                in the caller's thread.
+            content: Hash the bytes of the tensors too, here and in every engine that can. Reads the whole checkpoint in
+                the caller's thread.
             send: For a `Broadcast` or `Pushed`. Called in a thread of its own when the load phase begins, with the
-                replicas that prepared. It creates the group if there is none yet, and sends. If it raises, the load
-                phase ends at once, the sync is aborted, and its report says why. Once it has returned, replicas have
-                `after_send_ms` of BusConfig (10 s) to finish their loads. Engines that wait for a broadcast go on
+                replicas that prepared. It creates the group if there is none yet, and sends. Nothing is committed
+                before it has returned, whatever engines report meanwhile. If it raises, or has not returned by the
+                deadline of the load phase, the sync is aborted, and its report says why. Once it has returned, replicas
+                have `after_send_ms` of BusConfig (10 s) to finish their loads. Engines that wait for a broadcast go on
                 waiting until their group gives up, so give it a deadline.
             in_flight: What happens to running requests, see `pause`.
-            quorum: Replicas that must load; None for more than half.
-            absent: `leave`: no phase waits for an engine that is known to be down once the others meet the quorum; the
-                report names its replica as unproven, and it comes back to these weights. `wait`: wait for it.
+            quorum: Replicas that must load; None for more than half of those that take part. A replica that is away
+                when the phase begins is not counted: of four with three away, one is enough. The report names them.
+            replicas: Replicas that take part, by index; None for all.
+            on_unreachable: `skip`: no phase waits for an engine that is known to be down once the others meet the
+                quorum; the report names its replica as unproven, and it comes back to these weights. `wait`: wait for
+                it.
             timeout: Seconds for each phase.
 
         Raises:
@@ -402,54 +351,103 @@ class ControlPlane:
             manifest,
             in_flight=in_flight,
             quorum=quorum,
-            absent=absent,
-            target=_target(replicas),
+            on_unreachable=on_unreachable,
+            target=target_of(replicas),
             timeout_ms=milliseconds(timeout),
+            sends=send is not None,
         )
         if send is not None:
-            self._portal.start_task_soon(send_when_loading, bus, ticket, send)
+            bus.run_soon(partial(send_when_loading, bus, ticket, send, self._senders), TIME_MAX_MS)
         return ticket
 
-    def begin_sync(
+    def sync_adapter(
         self,
+        name: str,
         version: int | None,
-        source: Source | str | Path,
+        path: StrPath,
         *,
-        manifest: Manifest | None = None,
-        content: bool = False,
-        in_flight: InFlight = "abort",
+        base: int | None = None,
+        keep: int = 2,
         quorum: int | None = None,
         replicas: Replicas = None,
-        absent: Absent = "leave",
-        timeout: float = 600.0,
-    ) -> PhasedSync:
-        """Return a sync that its trainer takes through its phases: `with plane.begin_sync(7, source) as sync:`.
+        on_unreachable: OnUnreachable = "skip",
+        timeout: float = 120.0,
+    ) -> Ticket[SyncReport]:
+        """Bring the fleet to a version of a LoRA adapter, beside the older ones: prepare, load, then commit or abort.
 
-        For a trainer that works or moves tensors between the phases. Everything else is as in `sync_weights`, the
-        arguments and the errors too.
+        Nothing is paused. Running requests end on the version that they began with, and from the commit on `adapters`
+        has the new one. A replica that could not load it serves its base and its other adapters on; it is not among
+        the `replicas` of the adapter. Reads the files, in the caller's thread.
 
         Args:
-            timeout: Seconds for each phase, and for the trainer's own time after it: the next phase is asked for
-                within that time since the last one began, or the sync is aborted.
+            name: Of the adapter.
+            version: Larger than any committed before; None for the next of this adapter.
+            path: Directory of the files, as PEFT writes them, below `checkpoints`. No other version may have it, now or
+                later: engines read it again. `oldest_adapter` says when it can be deleted.
+            base: Version of the base weights that it belongs to; None for any.
+            keep: How many versions replicas hold afterwards, the newest included: one more than the steps by which the
+                trainer lets a sample be late. An older one is unloaded once no request runs on it.
+            quorum: As in `sync_weights`.
+            replicas: As in `sync_weights`.
+            on_unreachable: As in `sync_weights`.
+            timeout: Seconds for each phase.
+
+        Raises:
+            CheckpointError: The files are missing, cut off or unsafe. Nothing was sent.
+            CommandError: From the ticket. The version or the path was used before, or the base is another.
+            SyncInProgress: From the ticket. Another sync of this adapter has not ended yet.
         """
-        source, manifest = self._checked_source(source, manifest, content)
-        begin = partial(
-            self.bus.sync,
+        place = Path(path).as_posix()  # engines are asked for what they list by this very path
+        found = read_checkpoint(resolve_below(self._checkpoints, place), adapter=True)
+        return self.bus.sync(
             version,
-            source,
-            manifest,
-            in_flight=in_flight,
+            Checkpoint(place),
+            found.manifest,
+            in_flight="keep",
             quorum=quorum,
-            absent=absent,
-            target=_target(replicas),
+            on_unreachable=on_unreachable,
+            target=target_of(replicas),
             timeout_ms=milliseconds(timeout),
+            adapter=AdapterRequest(name=name, config=found.config, base=base, keep=keep),
         )
-        return PhasedSync(self.bus, begin)
+
+    def drop_adapter(self, name: str, timeout: float = 30.0) -> Ticket[Report]:
+        """Have replicas hold no version of a LoRA adapter any more. Each is unloaded once no request runs on it.
+
+        Args:
+            name: Of the adapter.
+            timeout: Seconds until agents that have not answered are missing.
+
+        Raises:
+            CommandError: From the ticket. The run has no such adapter, or a sync of it has not ended.
+        """
+        return self.bus.publish(AdapterDrop(name=name), Target(), milliseconds(timeout))
+
+    def adapters(self) -> dict[str, AdapterStatus]:
+        """Return the newest committed version of each LoRA adapter: what to name in a request, and on which replicas.
+
+        As exact as `serving`: a replica is not among them while it is not proven to serve, and to hold that version.
+
+        Raises:
+            BusFaulted, BusClosed: The bus has stopped.
+        """
+        return self.bus.view().adapters
+
+    def oldest_adapter(self, name: str) -> int:
+        """Return the oldest version of an adapter whose files engines may still read; 0 if no version's.
+
+        Args:
+            name: Of the adapter.
+
+        Raises:
+            BusFaulted, BusClosed: The bus has stopped.
+        """
+        return self.bus.view().oldest_adapter(name)
 
     def _checked_source(
         self, source: Source | str | Path, manifest: Manifest | None, content: bool
     ) -> tuple[Source, Manifest | None]:
-        """The source, and what it must hold, as its files say if nobody else does."""
+        """The source, and what it must hold; by default what its files say."""
         if isinstance(source, str | Path):
             source = Checkpoint(os.fspath(source))
         if manifest is not None:
@@ -472,7 +470,7 @@ class ControlPlane:
         return Step(self._profiling, global_step)
 
     def oldest_version(self) -> int:
-        """Return the oldest version that anybody may still have to load: checkpoints of older ones can be deleted.
+        """Return the oldest version that a replica may still have to load: checkpoints of older ones can be deleted.
 
         A replica that is away comes back to the version that was committed for it, also if later syncs did not name it.
         During a sync, replicas may go back to that version. `retire` a replica that does not come back.
@@ -480,7 +478,7 @@ class ControlPlane:
         Raises:
             BusFaulted, BusClosed: The bus has stopped.
         """
-        return self.bus.oldest_version()
+        return self.bus.view().oldest_version
 
     def begin_step(self, global_step: int) -> None:
         """Begin a training step, for a trainer whose steps are callbacks. Waits as `with plane.step(n):` does.
@@ -507,33 +505,5 @@ class ControlPlane:
         step.end()
 
 
-async def _await_agents(bus: Bus, count: int, timeout_s: float, ticket: Ticket[FleetStatus]) -> None:
-    try:
-        since_us = await bus.ask_anew()
-        with fail_after(timeout_s):
-            await bus.wait_until(lambda state: all_serve(state, count, since_us))
-        ticket.resolve(await bus.status_in_steps())
-    except TimeoutError:
-        lacking = (f"  {name} lacks: {what}" for name, what in what_agents_lack(bus.state, since_us).items())
-        fleet = await bus.status_in_steps()
-        expected = "1 agent that serves" if count == 1 else f"{count} agents, all of them serving,"
-        lines = [f"expected {expected} within {timeout_s:g} s:", *lacking, str(fleet)]
-        advice = (
-            f"Agents must be started with --bus {_as_dialled(bus.address)}. Read the logs of those that are not here: "
-            "each says which address it connects to and what it waits for"
-        )
-        ticket.fail(AgentsMissing("\n".join([*lines, advice])))
-    except BaseException as error:
-        ticket.fail(error if isinstance(error, RolloutctlError) else BusClosed("the bus was closed meanwhile"))
-        raise
-
-
-def _as_dialled(address: str) -> str:
-    """The address as agents name it: a bus that listens everywhere is reached at this machine's name."""
-    host, _, port = address.rpartition(":")
-    everywhere = host in ("tcp://0.0.0.0", "tcp://*", "tcp://[::]")
-    return f"tcp://{socket.gethostname()}:{port}" if everywhere else address
-
-
-def _target(replicas: Replicas) -> Target:
-    return Target(replicas=frozenset(replicas) if replicas is not None else None)
+async def _status(bus: Bus) -> FleetStatus:
+    return bus.status()

@@ -1,8 +1,9 @@
 """Refuses to run with a foreign `schemas` or `workers`.
 
 A trainer's repository may well have a `workers/` in the directory that Python is started from, which comes first on the
-import path. Half of the bus would then be foreign code, and the error would come late and name neither. So `import
-controlplane` asks where the other two would come from, without importing them. Ours are the packages beside this one.
+import path. What needs ours would then run foreign code, and the error would come late and name neither. So whatever is
+about to import ours asks first where they would come from, without importing them. Ours are the packages beside this
+one. A repository that uses nothing of ours is never refused.
 """
 
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ HOME = dirname(dirname(abspath(__file__)))
 """The directory that holds our three packages: site-packages, or a checkout."""
 
 OTHERS = ("schemas", "workers")
-"""Our packages other than this one."""
+"""Our packages other than this one: the command line and the doors of trainers need both, a trainer only `schemas`."""
 
 
 def find_foreign(name: str, home: str = HOME) -> str | None:

@@ -12,12 +12,13 @@ from typing import Final
 from opentelemetry.context import Context, get_current
 from opentelemetry.trace import Span, Status, StatusCode, TracerProvider, get_tracer, set_span_in_context
 
-from controlplane.bus.callers import Order
+from controlplane.bus.callers import Request
 from controlplane.machine import events
 from controlplane.plane import ControlPlane
-from schemas.commands import ProfileCommand, WeightSync
+from schemas.commands import AdapterSync, ProfileCommand, WeightSync, sync_key
 from schemas.formatting import count_outcomes
 from schemas.reports import Report, SyncReport
+from schemas.wire import decode_command
 
 CALLERS_MAX: Final = 1024
 """Calls that were made and not decided yet, of which the context is kept."""
@@ -46,10 +47,10 @@ class _Spans:
         self._tracer = get_tracer("rolloutctl", tracer_provider=provider)
         self._callers: dict[int, Context] = {}  # by ticket, until its order is decided
         self._published: dict[int, tuple[Context, int]] = {}  # by seq, while a command is open: its parent, and when
-        self._sync: Span | None = None  # the newest
+        self._syncs: dict[str, Span] = {}  # the newest of each adapter; of base weights under ""
         self._session: tuple[int, Span] | None = None  # by step: the profiling session that is open
 
-    def note_order(self, order: Order) -> None:
+    def note_order(self, order: Request) -> None:
         """Take note of the caller's context."""
         profiles = isinstance(order, events.Issued) and isinstance(order.command, ProfileCommand)
         if isinstance(order, events.SyncRequested) or profiles:
@@ -64,14 +65,15 @@ class _Spans:
             caller = self._callers.pop(event.ticket, caller)
         refused = any(isinstance(effect, events.Refuse) for effect in effects)
         if isinstance(event, events.SyncRequested) and not refused:
-            self._sync = self._begin("rolloutctl.sync_weights", caller, event.at_ns)
-        parent = caller
-        if self._sync is not None and not isinstance(event, events.Issued):  # what it publishes is a phase of the sync
-            parent = set_span_in_context(self._sync)
+            adapter = event.adapter.name if event.adapter is not None else ""
+            name = "rolloutctl.sync_adapter" if adapter else "rolloutctl.sync_weights"
+            self._syncs[adapter] = self._begin(name, caller, event.at_ns)
         for effect in effects:
             match effect:
-                case events.Publish(seq=seq):
-                    self._published[seq] = parent, event.at_ns
+                case events.Publish(seq=seq, envelope=envelope):
+                    key = sync_key(decode_command(envelope.body))
+                    sync = self._syncs.get(key) if key is not None else None
+                    self._published[seq] = caller if sync is None else set_span_in_context(sync), event.at_ns
                 case events.Conclude(report=Report() as report):
                     self._end_command(report, event.at_ns)
                 case events.Conclude(report=SyncReport() as report):
@@ -83,7 +85,7 @@ class _Spans:
         return self._tracer.start_span(name, parent, attributes={"rolloutctl.run": self._run}, start_time=at_ns)
 
     def _end_sync(self, report: SyncReport, at_ns: int) -> None:
-        span = self._sync
+        span = self._syncs.get(report.adapter)
         if span is None:
             return
         span.set_attributes(
@@ -104,6 +106,8 @@ class _Spans:
         match report.command:
             case WeightSync(phase=phase):
                 self._add(f"sync_weights {phase}", report, parent, began_ns, at_ns)
+            case AdapterSync(phase=phase):
+                self._add(f"sync_adapter {phase}", report, parent, began_ns, at_ns)
             case ProfileCommand(action=action, step=step):
                 if action == "start":
                     self._end_session(began_ns)
@@ -131,6 +135,7 @@ class _Spans:
     def _close(self, at_ns: int) -> None:
         """No decision follows."""
         self._end_session(at_ns)
-        if self._sync is not None and self._sync.is_recording():
-            self._sync.set_status(Status(StatusCode.ERROR, "the bus was closed"))
-            self._sync.end(at_ns)
+        for sync in self._syncs.values():
+            if sync.is_recording():
+                sync.set_status(Status(StatusCode.ERROR, "the bus was closed"))
+                sync.end(at_ns)

@@ -24,12 +24,13 @@ from controlplane.machine.profiling import (
 )
 from controlplane.tickets import Ticket
 from schemas.commands import ProfileCommand, Target
+from schemas.config import within_bounds
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.formatting import describe, format_outcome, is_trouble
 from schemas.identity import Identity
 from schemas.logs import logger_of
 from schemas.outcomes import Acted
-from schemas.profiler.config import ProfilerConfig, checked
+from schemas.profiler.config import ProfilerConfig
 from schemas.reports import Report
 
 logger = logger_of("plane")
@@ -61,7 +62,7 @@ class Profiling:
     def __init__(
         self, config: ProfilerConfig, publish: PublishProfile, fleet: Callable[[], Iterable[Identity]]
     ) -> None:
-        self.config = checked(config)
+        self.config = within_bounds(config)
         self.reports: deque[Report] = deque(maxlen=REPORTS_KEPT)
         self._publish, self._fleet = publish, fleet
         self._session: int | None = None

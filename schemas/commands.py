@@ -9,7 +9,19 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from schemas.identity import ROLLOUT, Count, Identity, InFlight, Name, Port, Positive, ReplicaIndex, Role, Tag
+from schemas.identity import (
+    ROLLOUT,
+    AdapterName,
+    Count,
+    Identity,
+    InFlight,
+    Name,
+    Port,
+    Positive,
+    ReplicaIndex,
+    Role,
+    Tag,
+)
 
 RelativePath = Annotated[str, Meta(max_length=512)]
 """A path below a root that each agent configures. An agent refuses absolute paths and `..`."""
@@ -155,12 +167,9 @@ class Checkpoint(Struct, frozen=True, tag="checkpoint", omit_defaults=True):
 
     Attributes:
         path: Relative to the checkpoint root of each side (`--checkpoints` of the agent, `checkpoints=` of the plane).
-        as_tensors: The agent reads the files and passes tensors to its engine, so that the engine need not see the
-            files. An engine that takes no tensors is given the path.
     """
 
     path: RelativePath
-    as_tensors: bool = False
 
 
 class Broadcast(Struct, frozen=True, kw_only=True, tag="broadcast", omit_defaults=True):
@@ -175,6 +184,7 @@ class Broadcast(Struct, frozen=True, kw_only=True, tag="broadcast", omit_default
             torch itself uses those.
         replicas: Receivers, in the order of their ranks. With w GPUs per replica the first has ranks 1 to w, the next
             w+1 to 2w.
+        backend: Backend of the group.
         path: The same weights as a checkpoint, for replicas that join late or have to load them again. Without it they
             wait for the next sync, because a broadcast can't be received later.
     """
@@ -196,7 +206,11 @@ class Pushed(Struct, frozen=True, tag="pushed", omit_defaults=True):
 
     Attributes:
         label: What an engine reports of its weights once it holds these: SGLang's and vLLM's `weight_version`, verl's
-            `global_steps`. It names one set of weights: no other ones ever get the same label in a run.
+            `global_steps`. It names one set of weights: no other ones ever get the same label in a run. The bus refuses
+            a label of other bytes, where both manifests have a digest; an agent does not take the label of weights that
+            it knows for proof of later ones that were committed while it was away. **Not proven** without digests: in a
+            sync whose label was used before, that a replica which has this label already got the weights now. They may
+            be the same, synced again, and the engine shows no more than the label. The report's `reason` says so.
         path: The same weights as a checkpoint, for replicas that join late or have to load them again. Without it they
             wait for the next sync.
     """
@@ -234,8 +248,57 @@ class Manifest(Struct, frozen=True, kw_only=True):
     content: Annotated[str, Meta(max_length=64)] | None = None
 
 
+class AdapterVersion(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One version of a LoRA adapter. It stands for the same bytes for ever.
+
+    Engines get it under a name and from a path that no other version ever has: vLLM keys its prefix cache by both,
+    mixes two versions in one sequence when it loads in place, and ends when files that it reads again have changed.
+
+    Attributes:
+        name: Of the adapter.
+        version: Counts up from 1 for each adapter.
+        path: Directory with `adapter_config.json` and `adapter_model.safetensors`, as PEFT writes them, relative to the
+            checkpoint root of each side.
+        manifest: What its safetensors file must hold.
+        config: sha256 of `adapter_config.json`, in hex; empty if it is not known.
+        base: Version of the base weights that it belongs to; None for any.
+    """
+
+    name: AdapterName
+    version: Positive
+    path: RelativePath
+    manifest: Manifest | None = None
+    config: Annotated[str, Meta(max_length=64)] = ""
+    base: Count | None = None
+
+    @property
+    def model(self) -> str:
+        """What engines call it, and what a request names as its model: `policy-v7`."""
+        return f"{self.name}-v{self.version}"
+
+
+class AdapterRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a sync of an adapter is asked with, beside its directory and version.
+
+    Attributes:
+        name: Of the adapter.
+        config: As in `AdapterVersion`.
+        base: As in `AdapterVersion`.
+        keep: How many versions replicas hold after the commit, the newest included.
+    """
+
+    name: AdapterName
+    config: Annotated[str, Meta(max_length=64)] = ""
+    base: Count | None = None
+    keep: Positive = 2
+
+
 class Target(Struct, frozen=True, omit_defaults=True):
-    """Which replicas a command is for. None means all of them, and the training ranks."""
+    """Which replicas a command is for. None means all of them, and the training ranks.
+
+    Attributes:
+        replicas: By index.
+    """
 
     replicas: frozenset[ReplicaIndex] | None = None
 
@@ -254,6 +317,7 @@ class ProfileCommand(Struct, frozen=True, kw_only=True, tag="profile", omit_defa
         finish: After the last profiled step, do what `Finish` says.
 
     Attributes:
+        action: One of those above.
         step: Global training step; names the directory of the traces.
         plan: Plan for rollout engines.
         roles: Plans for training ranks, by role. A role without a plan does not take part.
@@ -299,12 +363,40 @@ class WeightSync(Struct, frozen=True, kw_only=True, tag="weights", omit_defaults
             raise ValueError(f"a quarantine belongs to phases load and commit; this is {self.phase}")
 
 
+class AdapterSync(Struct, frozen=True, kw_only=True, tag="adapter", omit_defaults=True):
+    """One phase of a sync of a LoRA adapter, in the order of those of a weight sync. No phase pauses an engine.
+
+    A replica that fails a phase is out for this version alone: it serves its base and its other adapters on.
+
+    Attributes:
+        phase: prepare: check the files. load: load it beside the older versions. commit: requests may name it from now
+            on. abort: unload it.
+        adapter: The version.
+        keep: On `commit`: how many versions replicas hold from then on, the newest included.
+    """
+
+    phase: Literal["prepare", "load", "commit", "abort"]
+    adapter: AdapterVersion
+    keep: Positive = 2
+
+
+class AdapterDrop(Struct, frozen=True, kw_only=True, tag="adapter_drop"):
+    """Hold no version of an adapter any more.
+
+    Attributes:
+        name: Of the adapter.
+    """
+
+    name: AdapterName
+
+
 class EngineCommand(Struct, frozen=True, kw_only=True, tag="engine", omit_defaults=True):
     """One operation on the engine itself. If the engine is in that state already, the answer is `skipped(already)`.
 
     A sleeping engine does not generate. It generates again once all of its memory is awake and nothing pauses it.
 
     Attributes:
+        operation: What to do.
         mode: For pause: what happens to running requests.
         tags: For sleep and wake: regions of memory; empty for all.
         discard: For sleep: the weights need not be kept in host memory. After the wake the committed weights are loaded
@@ -330,7 +422,7 @@ class EpochStart(Struct, frozen=True, kw_only=True, tag="epoch_start"):
     logic: Positive
 
 
-Command = ProfileCommand | WeightSync | EngineCommand | EpochStart
+Command = ProfileCommand | WeightSync | AdapterSync | AdapterDrop | EngineCommand | EpochStart
 
 
 class UnknownCommand(Struct, frozen=True, tag="unknown", omit_defaults=True):
@@ -342,3 +434,10 @@ class UnknownCommand(Struct, frozen=True, tag="unknown", omit_defaults=True):
 
     tag: Annotated[str, Meta(max_length=64)]
     problem: Annotated[str, Meta(max_length=200)] = ""
+
+
+def sync_key(command: Command | UnknownCommand) -> str | None:
+    """Return of which sync a command is a phase: the name of its adapter, or "" for base weights; None if of none."""
+    if isinstance(command, AdapterSync):
+        return command.adapter.name
+    return "" if isinstance(command, WeightSync) else None

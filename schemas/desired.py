@@ -5,12 +5,16 @@ that it applies. Both call `desired_after`, so a snapshot always means the same 
 What an engine is actually doing is not part of it: an agent observes that (`schemas.events.Observation`).
 """
 
+from collections.abc import Mapping
 from typing import Literal, assert_never
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from schemas.commands import (
+    AdapterDrop,
+    AdapterSync,
+    AdapterVersion,
     Command,
     EngineCommand,
     EpochStart,
@@ -52,6 +56,24 @@ class Syncing(Struct, frozen=True):
     phase: Literal["prepare", "load"]
 
 
+class Adapter(Struct, frozen=True, omit_defaults=True):
+    """What a replica should hold of one LoRA adapter.
+
+    Attributes:
+        versions: Committed versions, the oldest first. Requests name the last one; the others are for those that still
+            name an older one. Empty once it was dropped, so that agents know what to unload.
+        loading: The version that is being loaded and not committed yet.
+    """
+
+    versions: tuple[AdapterVersion, ...] = ()
+    loading: AdapterVersion | None = None
+
+    @property
+    def newest(self) -> int:
+        """The newest committed version; 0 if there is none."""
+        return self.versions[-1].version if self.versions else 0
+
+
 class Desired(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The state that one replica should be in. The default is that of a run without commands.
 
@@ -64,7 +86,12 @@ class Desired(Struct, frozen=True, kw_only=True, omit_defaults=True):
         committed: Weights to serve; None for those that the engine was launched with.
         sync: Weight sync in progress.
         quarantined: Version of the sync that quarantined the replica; 0 if none. The replica stays paused until a later
-            commit includes it, that sync is aborted, or its agent restarts.
+            commit includes it, that sync is aborted or loses its trainer, or its agent restarts.
+        uncommitted: Weights that were last loaded while nothing was committed. A replica that took them has nothing to
+            go back to: after an abort it stays paused until its trainer syncs again.
+        fallback: Those weights, once that trainer is lost: a replica that has them may serve them until the first
+            commit.
+        adapters: LoRA adapters to hold, by name.
     """
 
     generation: Literal["running", "paused"] = "running"
@@ -75,6 +102,9 @@ class Desired(Struct, frozen=True, kw_only=True, omit_defaults=True):
     committed: Committed | None = None
     sync: Syncing | None = None
     quarantined: Count = 0
+    uncommitted: Committed | None = None
+    fallback: Committed | None = None
+    adapters: Mapping[str, Adapter] = {}
 
     @property
     def version(self) -> int:
@@ -88,19 +118,36 @@ class Desired(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def orphaned(desired: Desired) -> Desired:
-    """Return the desired state once the trainer is gone: committed weights, running, no session.
+    """Return the desired state once the trainer is gone: committed weights, running, no session, no sync.
+
+    A quarantine ends with the sync that it belongs to; that of a committed sync stays.
 
     Memory stays as it is. A trainer that lost its bus may still use the GPU, so only the trainer wakes memory.
     """
-    if desired.generation == "running" and desired.profile is None and desired.sync is None:
+    lifted, uncommitted = desired.quarantined > desired.version, desired.uncommitted
+    loading = any(adapter.loading for adapter in desired.adapters.values())
+    idle = desired.profile is None and desired.sync is None and uncommitted is None and not loading
+    if desired.generation == "running" and idle and not lifted:
         return desired
-    return replace(desired, generation="running", pause_mode="abort", profile=None, sync=None)
+    return replace(
+        desired,
+        generation="running",
+        pause_mode="abort",
+        profile=None,
+        sync=None,
+        quarantined=0 if lifted else desired.quarantined,
+        uncommitted=None,
+        fallback=uncommitted or desired.fallback,
+        adapters={name: replace(adapter, loading=None) for name, adapter in desired.adapters.items()},
+    )
 
 
 def changes_nothing(command: Command | UnknownCommand) -> bool:
-    """Return whether a command changes nothing that is desired of anybody: it is done, and leaves nothing behind."""
+    """Return whether a command leaves the desired state of every replica as it was."""
     if isinstance(command, EngineCommand):
         return command.operation in ("flush", "abort")
+    if isinstance(command, AdapterSync):
+        return command.phase == "prepare"
     return isinstance(command, ProfileCommand) and command.action not in ("start", "stop")
 
 
@@ -127,6 +174,8 @@ def desired_after(desired: Desired, command: Command | UnknownCommand, targeted:
             return _after_profile(desired, command, identity)
         case WeightSync():
             return desired if identity.role != ROLLOUT else _after_sync(desired, command, identity)
+        case AdapterSync() | AdapterDrop():
+            return _after_adapter(desired, command) if identity.role == ROLLOUT and identity.syncs else desired
         case UnknownCommand():
             return desired
         case _:
@@ -180,11 +229,35 @@ def _after_sync(desired: Desired, command: WeightSync, identity: Identity) -> De
         case "load" if quarantined:
             return replace(desired, sync=None, quarantined=desired.quarantined or command.version)
         case "load" if sync is not None and sync.version == command.version:
-            return replace(desired, sync=replace(sync, phase="load"))
+            first = Committed(sync.version, sync.source, sync.manifest) if desired.committed is None else None
+            return replace(desired, sync=replace(sync, phase="load"), uncommitted=first)
         case "commit" if source is not None:
             committed = Committed(command.version, source, command.manifest)
-            return replace(desired, committed=committed, sync=None, quarantined=command.version if quarantined else 0)
+            left_out = command.version if quarantined else 0
+            desired = replace(desired, uncommitted=None, fallback=None)
+            return replace(desired, committed=committed, sync=None, quarantined=left_out)
         case "abort":
             released = desired.quarantined == command.version
             return replace(desired, sync=None, quarantined=0 if released else desired.quarantined)
     return desired
+
+
+def _after_adapter(desired: Desired, command: AdapterSync | AdapterDrop) -> Desired:
+    """A version that is not newer than the committed one changes nothing."""
+    if isinstance(command, AdapterDrop):
+        return _with_adapter(desired, command.name, Adapter()) if command.name in desired.adapters else desired
+    version = command.adapter
+    adapter = desired.adapters.get(version.name, Adapter())
+    match command.phase:
+        case "load" if version.version > adapter.newest:
+            return _with_adapter(desired, version.name, replace(adapter, loading=version))
+        case "commit" if version.version > adapter.newest:
+            versions = (*adapter.versions, version)[-command.keep :]
+            return _with_adapter(desired, version.name, Adapter(versions))
+        case "abort" if adapter.loading == version:
+            return _with_adapter(desired, version.name, replace(adapter, loading=None))
+    return desired
+
+
+def _with_adapter(desired: Desired, name: str, adapter: Adapter) -> Desired:
+    return replace(desired, adapters={**desired.adapters, name: adapter})

@@ -25,10 +25,13 @@
     │   ├── LogCorrupt
     │   │   └── DecisionUnreadable
     │   └── LogLocked
+    ├── ExtraMissing
     ├── ReplayDiffers
     ├── CommandFailed
     └── EngineError
-        └── UnsupportedError
+        ├── RefusedError
+        │   └── UnsupportedError
+        └── UnansweredError
 
 What happens in the fleet is data (`schemas.outcomes`). Exceptions are for mistakes of the caller, and for files and
 sockets that can't be used. Each message says what was asked, what was found, what state that leaves and what to do.
@@ -76,7 +79,7 @@ class BusClosed(BusError):
 
 
 class BusFaulted(BusError):
-    """The log can't be written any more, so the bus publishes nothing more."""
+    """The log can't be written, or took no record in time; or the bus itself has failed. The message says which."""
 
 
 class BusOverloaded(BusError):
@@ -84,7 +87,7 @@ class BusOverloaded(BusError):
 
 
 class BusUnreachable(BusError):
-    """Nobody answered at the address in time."""
+    """Nothing answered at the address in time."""
 
 
 class KeyRefused(BusError):
@@ -118,7 +121,8 @@ class LogFull(LogError):
 class LogCorrupt(LogError):
     """The file is damaged.
 
-    Attributes:
+    Args:
+        message: What is damaged.
         position: First record that is damaged, counted from 1; the records before it are good. 0 if the header is
             damaged.
     """
@@ -133,7 +137,19 @@ class DecisionUnreadable(LogCorrupt):
 
 
 class LogLocked(LogError):
-    """Another process is writing this file."""
+    """Another process is writing this file, or keeps it locked."""
+
+
+class ExtraMissing(RolloutctlError):
+    """A package is missing that one of rolloutctl's extras installs.
+
+    Args:
+        needs: What needs which package, as the beginning of a sentence.
+        extra: The extra.
+    """
+
+    def __init__(self, needs: str, extra: str) -> None:
+        super().__init__(f"{needs}: install rolloutctl with its extra `{extra}` (docs/installation.md)")
 
 
 class ReplayDiffers(RolloutctlError):
@@ -145,8 +161,16 @@ class CommandFailed(RolloutctlError):
 
 
 class EngineError(RolloutctlError):
-    """An engine refused or failed a call. Adapters raise it; the agent turns it into `failed(engine_error)`."""
+    """An engine failed a call, and may have been touched. Backends raise it; the agent answers `engine_error`."""
 
 
-class UnsupportedError(EngineError):
+class RefusedError(EngineError):
+    """The engine, or its backend, refused a call in the present state, or was not reached. Nothing was touched."""
+
+
+class UnsupportedError(RefusedError):
     """The engine can't do what is asked, or not as it was launched. It was not called."""
+
+
+class UnansweredError(EngineError):
+    """The engine was called and did not answer. It may or may not have carried the call out."""

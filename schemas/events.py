@@ -5,11 +5,21 @@ recorded events must give the recorded effects again, byte for byte. An event th
 decision needs: the time, ids, the answer of the engine. `at_ms` is the agent's monotonic clock in milliseconds.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 from msgspec import Raw, Struct
 
-from schemas.commands import Command, EngineSource, Manifest, ProfilePlan, Pushed, Target, UnknownCommand
+from schemas.commands import (
+    AdapterVersion,
+    Command,
+    EngineSource,
+    Manifest,
+    ProfilePlan,
+    Pushed,
+    Target,
+    UnknownCommand,
+)
 from schemas.desired import Desired, ProfileSession
 from schemas.identity import (
     Count,
@@ -33,7 +43,13 @@ from schemas.outcomes import Outcome, Trace
 
 
 class CheckSource(Struct, frozen=True, tag="check_source"):
-    """Check that the source of `version` can be loaded, without touching the engine."""
+    """Check that the source of `version` can be loaded, without touching the engine.
+
+    Attributes:
+        source: Where the weights are.
+        manifest: What the source must hold; None if that is not known.
+        version: Number of the weights.
+    """
 
     source: EngineSource
     manifest: Manifest | None
@@ -41,7 +57,11 @@ class CheckSource(Struct, frozen=True, tag="check_source"):
 
 
 class Pause(Struct, frozen=True, tag="pause"):
-    """Stop generating. Returns when no request is running."""
+    """Stop generating. Returns when no request is running.
+
+    Attributes:
+        mode: What happens to running requests.
+    """
 
     mode: InFlight
 
@@ -51,14 +71,23 @@ class Resume(Struct, frozen=True, tag="resume"):
 
 
 class Sleep(Struct, frozen=True, tag="sleep", omit_defaults=True):
-    """Release memory of a paused engine. With `discard`, the weights need not be kept for the wake."""
+    """Release memory of a paused engine. With `discard`, the weights need not be kept for the wake.
+
+    Attributes:
+        tags: Parts of the memory to release.
+        discard: Drop the weights instead of keeping a copy.
+    """
 
     tags: frozenset[Tag]
     discard: bool = False
 
 
 class Wake(Struct, frozen=True, tag="wake"):
-    """Allocate memory again. Every tag is one that was released."""
+    """Allocate memory again. Every tag is one that was released.
+
+    Attributes:
+        tags: Parts of the memory to take back.
+    """
 
     tags: frozenset[Tag]
 
@@ -67,6 +96,9 @@ class Load(Struct, frozen=True, tag="load", omit_defaults=True):
     """Replace the weights of a paused engine whose weights are awake. Returns the digest of what it holds.
 
     Attributes:
+        version: Number of the weights.
+        source: Where the weights are.
+        manifest: What the source must hold; None if that is not known.
         label: The label that the engine reports of these weights from then on; empty for the number of the version.
     """
 
@@ -74,6 +106,16 @@ class Load(Struct, frozen=True, tag="load", omit_defaults=True):
     source: EngineSource
     manifest: Manifest | None
     label: Label = ""
+
+
+class Restore(Struct, frozen=True, tag="restore"):
+    """Load the weights of the launch again into a paused engine: a sync failed before anything was committed.
+
+    Attributes:
+        directory: Where the engine was launched from, as it reported then.
+    """
+
+    directory: Text
 
 
 class AwaitPush(Struct, frozen=True, tag="await_push"):
@@ -92,7 +134,9 @@ class Observe(Struct, frozen=True, tag="observe"):
 
 
 class Flush(Struct, frozen=True, tag="flush"):
-    """Drop every cached prefix: it was computed with the old weights."""
+    """Drop every cached prefix: it was computed with the old weights. Frozen requests that lose theirs are computed
+    anew, by an engine that `recomputes`.
+    """
 
 
 class Abort(Struct, frozen=True, tag="abort"):
@@ -100,14 +144,24 @@ class Abort(Struct, frozen=True, tag="abort"):
 
 
 class StartProfile(Struct, frozen=True, tag="start_profile"):
-    """Open a session. The agent creates `directory`, which must be new, below its traces root."""
+    """Open a session. The agent creates `directory`, which must be new, below its traces root.
+
+    Attributes:
+        session: Its step and plan.
+        directory: Where the traces go, below the agent's root.
+    """
 
     session: ProfileSession
     directory: Text
 
 
 class StopProfile(Struct, frozen=True, tag="stop_profile"):
-    """Close the session, even if the engine may have closed it already. Returns the traces."""
+    """Close the session, even if the engine may have closed it already. Returns the traces.
+
+    Attributes:
+        session: Its step and plan.
+        directory: Where the traces go, below the agent's root.
+    """
 
     session: ProfileSession
     directory: Text
@@ -121,7 +175,11 @@ class CollectTraces(Struct, frozen=True, tag="collect_traces"):
 
 
 class CheckProfile(Struct, frozen=True, tag="check_profile"):
-    """Check that this engine, as it was launched, can record what the plan asks. Starts nothing."""
+    """Check that this engine, as it was launched, can record what the plan asks. Starts nothing.
+
+    Attributes:
+        plan: What to record.
+    """
 
     plan: ProfilePlan
 
@@ -134,8 +192,54 @@ class FinishProfile(Struct, frozen=True, tag="finish_profile"):
     steps: tuple[Count, ...]
 
 
+class CheckAdapter(Struct, frozen=True, tag="check_adapter"):
+    """Check that the engine can serve a version of an adapter, from its files and what the engine was launched with.
+
+    Attributes:
+        adapter: The version.
+    """
+
+    adapter: AdapterVersion
+
+
+class LoadAdapter(Struct, frozen=True, tag="load_adapter"):
+    """Load a version of an adapter beside what the engine has, under its own name, and never in place.
+
+    Attributes:
+        adapter: The version.
+    """
+
+    adapter: AdapterVersion
+
+
+class UnloadAdapter(Struct, frozen=True, tag="unload_adapter"):
+    """Unload a version of an adapter that no request runs on. Refused if one does, or if that can't be known.
+
+    Attributes:
+        model: What the engine calls it.
+        waited: The time of policy is over, after which an engine that can't tell which requests run on it may be asked.
+    """
+
+    model: Name
+    waited: bool
+
+
 EngineCall = (
-    CheckSource | Pause | Resume | Sleep | Wake | Load | Flush | Abort | CheckProfile | StartProfile | StopProfile
+    CheckSource
+    | Pause
+    | Resume
+    | Sleep
+    | Wake
+    | Load
+    | Restore
+    | Flush
+    | Abort
+    | CheckAdapter
+    | LoadAdapter
+    | UnloadAdapter
+    | CheckProfile
+    | StartProfile
+    | StopProfile
 )
 DiskCall = CollectTraces | FinishProfile
 Call = EngineCall | DiskCall | AwaitPush | Observe
@@ -143,8 +247,21 @@ Call = EngineCall | DiskCall | AwaitPush | Observe
 # --- the state of the engine ------------------------------------------------------------------------------------------
 
 
+class Remedies(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What helps when a call of an engine failed or was not answered.
+
+    Attributes:
+        idempotent: Operations that do no harm when what they ask for holds already. Where the state can't be read, they
+            are made again.
+        launched_from: Directory from which `Restore` can load the weights of the launch again.
+    """
+
+    idempotent: frozenset[Operation] = frozenset()
+    launched_from: Text | None = None
+
+
 class Observation(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """State that an adapter read from its engine. None where this engine can't tell.
+    """State that a backend read from its engine. None where this engine can't tell.
 
     Attributes:
         engine: Name and version of the engine.
@@ -157,9 +274,13 @@ class Observation(Struct, frozen=True, kw_only=True, omit_defaults=True):
         version: Version of the weights, if the label is a number; 0 for those of the launch.
         label: The engine's own label of its weights, as it reports it; empty if it has none yet.
         digest: sha256 of the weights themselves.
+        remedies: What helps when a call failed or was not answered; None for nothing.
         running: Requests that are being generated.
         generated: Tokens generated since the launch.
+        recomputes: A flush also succeeds while requests are frozen, and they are computed anew when they continue.
         trouble: Why the engine can't be used from here, in its own words: it refuses the key, say.
+        adapters: LoRA adapters that it lists, by the names that it has for them, each with the directory that it was
+            loaded from: relative to the checkpoint root, absolute if it lies elsewhere, empty if the engine can't tell.
     """
 
     engine: Name
@@ -172,13 +293,24 @@ class Observation(Struct, frozen=True, kw_only=True, omit_defaults=True):
     version: Count | None = None
     label: Label | None = None
     digest: Name | None = None
+    remedies: Remedies | None = None
     running: Count | None = None
     generated: Count | None = None
+    recomputes: bool = False
     trouble: Text | None = None
+    adapters: Mapping[Name, Text] | None = None
 
 
 class Returned(Struct, frozen=True, kw_only=True, tag="ok", omit_defaults=True):
-    """Result of a call that succeeded. Each field means the same as in `Acted`."""
+    """Result of a call that succeeded. Each field means the same as in `Acted`.
+
+    Attributes:
+        digest: sha256 of the weights that the engine now holds, if it can tell.
+        auto_stopped: The engine had ended the session by itself.
+        traces: What the session left on this node.
+        ranks_without_trace: Selected ranks that left none.
+        still_running: It goes on in the background.
+    """
 
     digest: Name | None = None
     auto_stopped: bool = False
@@ -188,9 +320,14 @@ class Returned(Struct, frozen=True, kw_only=True, tag="ok", omit_defaults=True):
 
 
 class Fault(Struct, frozen=True, tag="fault"):
-    """Result of a call that failed. Only `engine_error` means that the engine was touched."""
+    """Result of a call that failed.
 
-    kind: Literal["source_refused", "unsupported", "engine_error"]
+    Attributes:
+        kind: `source_refused`, `unsupported` and `refused`: the engine is as it was. `engine_error`: it failed the
+            call, and may have been touched. `unanswered`: it may or may not have carried the call out.
+    """
+
+    kind: Literal["source_refused", "unsupported", "refused", "engine_error", "unanswered"]
     message: Text
 
 
@@ -206,7 +343,8 @@ class MachineSettings(Struct, frozen=True, kw_only=True, omit_defaults=True):
         on_lost_bus: What the engine does once the lease has expired: serve the committed weights, or pause.
         memory: Who releases the engine's memory.
         wedged_after_ms: An engine whose running requests make no progress for this long is wedged.
-        dump_stacks: Ask for the stacks of an engine that does not answer, shortly before the deadline of its call.
+        adapter_grace_ms: Time for which requests may still run on a version of an adapter that is no longer wanted, if
+            the engine can't tell which ones do.
     """
 
     max_buffered: Positive = 256
@@ -214,7 +352,7 @@ class MachineSettings(Struct, frozen=True, kw_only=True, omit_defaults=True):
     on_lost_bus: OnLostBus = "serve"
     memory: Memory = "agent"
     wedged_after_ms: Milliseconds = 300_000
-    dump_stacks: bool = False
+    adapter_grace_ms: Milliseconds = 600_000
 
 
 class Started(Struct, frozen=True, kw_only=True, tag="started"):
@@ -280,29 +418,22 @@ class EngineReturned(Struct, frozen=True, kw_only=True, tag="returned"):
     observation: Observation | None = None
 
 
-class StacksDumped(Struct, frozen=True, kw_only=True, tag="stacks"):
-    """The dump that `DumpStacks` asked for has ended.
-
-    Attributes:
-        call_id: The call that had not returned.
-        note: Where the stacks are, or why there are none: a sentence for the outcome.
-    """
-
-    at_ms: Moment
-    call_id: Positive
-    note: Text
-
-
 class LeaseExpired(Struct, frozen=True, kw_only=True, tag="lease_expired"):
     """The bus was silent for the length of the lease."""
 
     at_ms: Moment
 
 
-class Tick(Struct, frozen=True, kw_only=True, tag="tick"):
-    """A deadline that `workers.machine.decide.next_deadline` returned has passed."""
+class Tick(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="tick"):
+    """A deadline that `workers.machine.decide.next_deadline` returned has passed.
+
+    Attributes:
+        at_ms: The moment.
+        stacks: Of an engine that has not answered: a sentence for the outcome, where its stacks are, or why nowhere.
+    """
 
     at_ms: Moment
+    stacks: Text = ""
 
 
 class Stopping(Struct, frozen=True, kw_only=True, tag="stopping"):
@@ -318,7 +449,6 @@ Event = (
     | SnapshotReceived
     | EngineObserved
     | EngineReturned
-    | StacksDumped
     | LeaseExpired
     | Tick
     | Stopping
@@ -360,13 +490,7 @@ class Restart(Struct, frozen=True, tag="restart"):
     """
 
 
-class DumpStacks(Struct, frozen=True, tag="dump_stacks"):
-    """Write down where the processes of the engine are, because a call is about to pass its deadline."""
-
-    call_id: Positive
-
-
-Effect = Perform | Answer | RequestResend | RequestSnapshot | Restart | DumpStacks
+Effect = Perform | Answer | RequestResend | RequestSnapshot | Restart
 
 
 class Decision(Struct, frozen=True):

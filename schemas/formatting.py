@@ -8,9 +8,19 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple, assert_never
 
+import msgspec
 from msgspec import Struct
 
-from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, UnknownCommand, WeightSync
+from schemas.commands import (
+    AdapterDrop,
+    AdapterSync,
+    Command,
+    EngineCommand,
+    EpochStart,
+    ProfileCommand,
+    UnknownCommand,
+    WeightSync,
+)
 from schemas.identity import NAMES_CACHED, ROLLOUT, identity_of
 from schemas.outcomes import Acted, Conclusion, Failed, Missing, Skipped
 
@@ -23,8 +33,10 @@ MAX_LISTED: Final = 8
 
 _KINDS: Final = {Failed: "failed", Missing: "missing", Acted: "acted", Skipped: "skipped"}
 """Conclusions in the order in which they are shown: trouble first."""
+_UNITS: Final = re.compile("....")
 _MARKUP: Final = re.compile(r"(\\*)(\[[a-z#/@][^[]*?])")
 """What rich would take for a tag, as in `rich.markup.escape`."""
+_VARIABLE: Final = re.compile(r"[0-9a-f]{12,}|\d+")
 
 
 # --- text of others ---------------------------------------------------------------------------------------------------
@@ -45,12 +57,27 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "\n".join(one_line(line) for line in text.split("\n"))
 
 
+def json_text(value: object) -> str:
+    """Return a value as JSON in one line. What a terminal may act on is in it as an escape, and means the same."""
+    text = msgspec.json.encode(value).decode()
+    return text if text.isprintable() else "".join(char if char.isprintable() else _escape(char) for char in text)
+
+
+def _escape(char: str) -> str:
+    return _UNITS.sub(r"\\u\g<0>", char.encode("utf-16-be").hex())
+
+
 def markup(text: str) -> str:
     """Return the text as rich prints it: one line, nothing in it taken for a style. As `rich.markup.escape`."""
     escaped = _MARKUP.sub(r"\1\1\\\2", one_line(text))
     if escaped.endswith("\\") and not escaped.endswith("\\\\"):
         return escaped + "\\"  # it would escape the tag that follows
     return escaped
+
+
+def without_numbers(text: str) -> str:
+    """Return what a text has in common with those for other agents, commands and versions: no numbers, no digests."""
+    return _VARIABLE.sub("0", text)
 
 
 # --- wording ----------------------------------------------------------------------------------------------------------
@@ -65,6 +92,10 @@ def describe(command: Command | UnknownCommand) -> str:
             return "epoch start"
         case WeightSync():
             return f"weights {command.phase} v{command.version}"
+        case AdapterSync():
+            return f"adapter {command.phase} {command.adapter.model}"
+        case AdapterDrop():
+            return f"adapter drop {command.name}"
         case EngineCommand():
             return command.operation
         case UnknownCommand():
@@ -97,6 +128,12 @@ def format_duration(duration_ms: int) -> str:
         if seconds >= length:
             return f"{seconds // length} {unit}"
     return f"{seconds} s"
+
+
+def format_clock(ns: int) -> str:
+    """Return the time of day of a wall clock."""
+    seconds, ms = divmod(ns // 1_000_000, 1000)
+    return f"{seconds // 3600 % 24:02}:{seconds // 60 % 60:02}:{seconds % 60:02}.{ms:03} UTC"
 
 
 def kind_and_reason(outcome: Conclusion) -> tuple[str, str]:

@@ -31,7 +31,8 @@ Milliseconds = Annotated[int, Meta(ge=1, le=TIME_MAX_MS)]
 """A timeout or an interval."""
 MillisecondsLeft = Annotated[int, Meta(ge=0, le=TIME_MAX_MS)]
 """What is left of a timeout."""
-Nanoseconds = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
+NANOSECONDS_MAX: Final = 1 << 62
+Nanoseconds = Annotated[int, Meta(ge=-NANOSECONDS_MAX, le=NANOSECONDS_MAX)]
 """A clock reading, or the difference of two. The sum or difference of two still fits into 64 bits."""
 Moment = Annotated[int, Meta(ge=-(1 << 43), le=1 << 43)]
 """A reading of a monotonic clock in milliseconds: 278 years. In nanoseconds it fits into 64 bits."""
@@ -40,6 +41,8 @@ Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Label = Annotated[str, Meta(max_length=200)]
 """An engine's own name of its weights; empty for none."""
 Text = Annotated[str, Meta(max_length=8192)]
+AdapterName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$(?!\n)")]
+"""Name of a LoRA adapter. It becomes part of the names under which engines have its versions."""
 
 Role = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,31}$(?!\n)")]
 """What an agent's process does in the job: `rollout`, or the name of a training role such as `actor` or `critic`."""
@@ -65,7 +68,7 @@ class RolloutMode(StrEnum):
     HYBRID = "hybrid"  # same GPUs, weights are synced
     STANDALONE = "standalone"  # own GPUs, weights are synced
     COLOCATED = "colocated"  # same GPUs, never synced: a judge or reward model
-    OBSERVED = "observed"  # somebody else commands it: its agent reads, and calls nothing
+    OBSERVED = "observed"  # another program commands it: its agent reads, and calls nothing
 
 
 COLOCATED: Final = RolloutMode.COLOCATED
@@ -84,6 +87,7 @@ class Operation(StrEnum):
     FLUSH = "flush"
     ABORT = "abort"
     LOAD = "load"
+    ADAPTERS = "adapters"
 
     __hash__ = str.__hash__  # Enum's own is written in Python, and every decision looks one up in a set
 
@@ -119,6 +123,11 @@ class Identity(Struct, frozen=True, gc=False, kw_only=True):
     def syncs(self) -> bool:
         """Whether weight syncs are for this replica: it is no training rank, no judge, and not merely observed."""
         return self.role == ROLLOUT and self.mode is not COLOCATED and self.mode is not OBSERVED
+
+    @property
+    def shape(self) -> tuple[RolloutMode, int, int]:
+        """What all nodes of a replica have in common: mode, nodes, GPUs per node."""
+        return self.mode, self.nnodes, self.gpus_per_node
 
     @property
     def unit(self) -> int | str:

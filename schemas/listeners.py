@@ -1,4 +1,4 @@
-"""Who hears of decisions that were carried out: metrics and spans. Nothing that they raise reaches who decides."""
+"""Functions that hear of decisions that were carried out, as metrics do. Their exceptions are logged, never raised."""
 
 from collections.abc import Callable
 from typing import Generic, ParamSpec
@@ -11,7 +11,7 @@ P = ParamSpec("P")
 
 
 class Listeners(Generic[P]):
-    """Functions that are called, one after the other, in the thread of who tells them. They must not wait."""
+    """Functions that are called, one after the other, in the thread that notifies them. They must not wait."""
 
     def __init__(self) -> None:
         self._listeners: tuple[Callable[P, object], ...] = ()
@@ -24,7 +24,7 @@ class Listeners(Generic[P]):
         """Call this too, from now on. May be called from any thread."""
         self._listeners = (*self._listeners, listener)
 
-    def tell(self, *args: P.args, **kwargs: P.kwargs) -> None:
+    def notify(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """Call all of them. Never raises; the first error is logged."""
         for listener in self._listeners:
             try:

@@ -4,11 +4,14 @@ import datetime
 import json
 import logging
 import sys
-from typing import Literal
+import time
+from typing import Final, Literal
 
 from schemas.formatting import printable
 
 LogFormat = Literal["text", "json"]
+MESSAGE_MAX: Final = 16_000
+"""Characters of a message; what is longer is cut."""
 
 
 def logger_of(name: str) -> logging.Logger:
@@ -20,7 +23,7 @@ def logger_of(name: str) -> logging.Logger:
 
 
 def log_to_stderr(level: int, kind: LogFormat = "text") -> None:
-    """Write the log to stderr: our lines from a level on, and warnings of everybody else.
+    """Write the log to stderr: our lines from a level on, and warnings of all others.
 
     Args:
         level: Of `logging`.
@@ -69,8 +72,35 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
+class RateLimit(logging.Filter):
+    """Lets a few messages of each kind through in an interval, and says with the next one how many it left out.
+
+    A kind is what one place in the code logs, so that a flood of one hides no other.
+    """
+
+    def __init__(self, lines: int = 20, interval_s: float = 10.0) -> None:
+        super().__init__()
+        self._lines, self._interval_s = lines, interval_s
+        self._began_s = 0.0
+        self._counts: dict[tuple[str, int], int] = {}
+        self._before = self._counts
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is written."""
+        now_s, kind = time.monotonic(), (record.pathname, record.lineno)
+        if now_s - self._began_s >= self._interval_s:
+            self._began_s, self._counts, self._before = now_s, {}, self._counts
+        count = self._counts[kind] = self._counts.get(kind, 0) + 1
+        if count == 1 and (left_out := self._before.get(kind, 0) - self._lines) > 0:
+            record.msg, record.args = f"{record.getMessage()} ({left_out} such lines before it were left out)", ()
+        return count <= self._lines
+
+
 def _make_printable(record: logging.LogRecord) -> bool:
     text = record.getMessage()
+    if len(text) > MESSAGE_MAX:
+        text = f"{text[:MESSAGE_MAX]}… ({len(text):,} characters)"
+        record.msg, record.args = text, ()
     if not text.isprintable():
         record.msg, record.args = printable(text).replace("\n", "\n  "), ()
     return True

@@ -16,7 +16,7 @@ class Reason(StrEnum):
     EXPIRED = "expired"
     NOT_TARGETED = "not_targeted"
     NOT_AN_ENGINE = "not_an_engine"  # a training rank, and the command is for engines
-    OBSERVING = "observing"  # the agent only observes an engine that somebody else commands
+    OBSERVING = "observing"  # the agent only observes an engine that another program commands
     NOT_PRIMARY = "not_primary"
     DISABLED = "disabled"
     STEP_NOT_SELECTED = "step_not_selected"
@@ -36,6 +36,7 @@ class ErrorKind(StrEnum):
     ENGINE_NOT_READY = "engine_not_ready"
     TOKENIZER_MISSING = "tokenizer_missing"
     UNSUPPORTED = "unsupported"
+    REFUSED = "refused"  # by the engine or its backend, in the present state; nothing was touched
     ENGINE_ERROR = "engine_error"
     ENGINE_TIMEOUT = "engine_timeout"
     ENGINE_BUSY = "engine_busy"
@@ -46,7 +47,7 @@ class ErrorKind(StrEnum):
     SYNC_IN_PROGRESS = "sync_in_progress"
     NO_SUCH_SYNC = "no_such_sync"
     QUARANTINED = "quarantined"
-    UNKNOWN = "unknown"  # the call was interrupted, and the engine can't tell whether it took effect
+    UNKNOWN = "unknown"  # a call was cut off or not answered, and the engine can't tell whether it was carried out
 
 
 class Trace(Struct, frozen=True, omit_defaults=True):
@@ -89,13 +90,22 @@ class Acted(Struct, frozen=True, gc=False, kw_only=True, tag="acted", omit_defau
 
 
 class Skipped(Struct, frozen=True, gc=False, tag="skipped"):
-    """There was nothing to do on this agent."""
+    """There was nothing to do on this agent.
+
+    Attributes:
+        reason: Why nothing was done.
+    """
 
     reason: Reason
 
 
 class Failed(Struct, frozen=True, gc=False, tag="failed"):
-    """The agent should have acted and could not. The message says what the engine holds now."""
+    """The agent should have acted and could not. The message says what the engine holds now.
+
+    Attributes:
+        error: The kind of failure.
+        message: What happened, and what the engine holds now.
+    """
 
     error: ErrorKind
     message: Text

@@ -4,10 +4,13 @@ Reports and the fleet's status print as a few lines (`schemas.formatting`).
 """
 
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Final, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from schemas.agent_status import AgentStatus
 from schemas.commands import Command, EpochStart
 from schemas.errors import CommandFailed
 from schemas.formatting import (
@@ -17,132 +20,59 @@ from schemas.formatting import (
     count_outcomes,
     describe,
     format_agents,
+    format_clock,
     format_duration,
     format_replicas,
     group_outcomes,
     is_trouble,
 )
-from schemas.identity import ROLLOUT, Count, Label, Moment, Name, Nanoseconds, Positive, Text, identity_of
+from schemas.identity import ROLLOUT, Count, Label, Name, Nanoseconds, Positive, Text, identity_of
 from schemas.outcomes import Acted, Conclusion, Failed, Missing, Reason, Skipped
 
 
-class Clock(Struct, frozen=True, kw_only=True):
-    """An agent's clocks, measured against the bus's. For timelines; no decision depends on it.
+class AdapterStatus(Struct, frozen=True, kw_only=True):
+    """The newest committed version of a LoRA adapter: what to name in a request, and where.
 
     Attributes:
-        at_ms: A moment on the agent's monotonic clock, which its events use.
-        wall_ns: The same moment on the wall clock of its node.
-        offset_ns: What to add to the node's wall clock to get the bus's.
-        error_ns: By how much `offset_ns` may have been wrong at that moment.
+        name: Of the adapter.
+        version: The version.
+        model: What engines call it: what a request names as its model.
+        path: Its directory below the checkpoint root.
+        replicas: Those that serve and are proven to hold it.
+        oldest: The oldest version whose files a replica may still read.
     """
 
-    at_ms: Moment
-    wall_ns: Nanoseconds
-    offset_ns: Nanoseconds
-    error_ns: Nanoseconds
-
-    def bus_ns(self, at_ms: int) -> int:
-        """Return a moment of the agent's monotonic clock on the bus's wall clock."""
-        return self.wall_ns + self.offset_ns + (at_ms - self.at_ms) * 1_000_000
-
-
-class Observed(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an agent that only observes last saw of its engine; None where the engine can't tell.
-
-    Attributes:
-        label: The engine's own label of its weights.
-        generating: False when paused.
-        profiling: A session is open.
-    """
-
-    label: Label | None = None
-    generating: bool | None = None
-    profiling: bool | None = None
-
-    def condition(self) -> str:
-        """Return it in a few words."""
-        weights = f"weights {self.label}" if self.label else "weights unknown"
-        generating = {True: "generating", False: "paused", None: "unknown whether paused"}[self.generating]
-        return ", ".join(["observed", weights, generating, *(["profiling"] if self.profiling else [])])
-
-
-class AgentStatus(Struct, frozen=True, gc=False, kw_only=True, tag="status", omit_defaults=True):
-    """The heartbeat: what an agent and its engine are doing. The header's seq is the last command applied.
-
-    Attributes:
-        ready: The engine is as desired, and serves. One that is paused, asleep or in quarantine is not ready.
-        quarantined: Version that this replica could not follow; 0 if none.
-        torn: A load failed or was cut off, and what the engine holds is unknown.
-        activity: The engine call in flight.
-        since_ms: When that call began, on the clock of `Clock.at_ms`; None if none is in flight.
-        queued: Commands that wait for the engine.
-        buffered: Commands that arrived out of order, and wait for those before them.
-        clock: The newest estimate of the agent's clocks; None before the first.
-        wedged: Its engine runs requests and has generated nothing for too long.
-        trouble: What keeps the replica from serving, and what it waits for; empty if nothing but a command does.
-        observed: What an agent that only observes saw; None for one that commands. Of such an agent, `generating` and
-            `version` mean nothing where this has None.
-    """
-
-    ready: bool
-    tokenizer: Name = "unknown"
-    engine: Text = "unknown"
-    generating: bool = False
-    asleep: tuple[Name, ...] = ()
-    profiling_step: Count | None = None
-    version: Count = 0
-    digest: Name | None = None
-    quarantined: Count = 0
-    torn: bool = False
-    activity: Text | None = None
-    queued: Count = 0
-    buffered: Count = 0
-    clock: Clock | None = None
-    wedged: bool = False
-    trouble: Text = ""
-    observed: Observed | None = None
-    since_ms: Moment | None = None
+    name: Name
+    version: Positive
+    model: Name
+    path: Text
+    replicas: tuple[Count, ...]
+    oldest: Count
 
     @property
-    def held(self) -> bool:
-        """Whether the replica is paused or asleep because it was told to be."""
-        return not (self.ready or self.trouble or self.generating) and self.tokenizer == "present"
-
-    def condition(self, role: str = ROLLOUT) -> str:
-        """Return the status in a few words.
-
-        Args:
-            role: Of the agent. A training rank has no weights, and never generates.
-        """
-        parts = [] if self.ready or self.held else ["not ready"]
-        parts += [f"quarantined since v{self.quarantined}"] if self.quarantined else []
-        parts += ["torn weights"] if self.torn else []
-        if role != ROLLOUT:
-            parts += ["training"]
-        elif self.tokenizer == "absent":
-            parts += ["follower"]
-        elif self.observed is not None:
-            parts += [self.observed.condition()]
-        else:
-            parts += [f"v{self.version}", "generating" if self.generating else "paused"]
-        parts += [f"asleep {' '.join(self.asleep)}"] if self.asleep else []
-        parts += [f"profiling step {self.profiling_step}"] if self.profiling_step is not None else []
-        parts += [f"busy: {self.activity}"] if self.activity else []
-        parts += [self.trouble] if self.trouble else []
-        return ", ".join(parts)
+    def line(self) -> str:
+        """It in one line."""
+        where = format_replicas(self.replicas) if self.replicas else "no replica"
+        return f"{self.name} v{self.version} ({self.model}) on {where}"
 
 
 class AgentLine(Struct, frozen=True, gc=False, kw_only=True):
     """One agent in `rolloutctl status`.
 
     Attributes:
+        agent: Its place.
+        incarnation: Which life of its process this is.
+        host: Name of its node.
         state: joining, live, gone or left.
         silent_ms: Time since the last message; 0 for an agent that is gone.
+        seq: Last command that it applied.
+        status: Its newest heartbeat; None before the first.
         waits_for: Commands that it has not answered yet.
         away_ms: How long it has been away; 0 if it is live.
         serving: On node rank 0, the version that its replica is proven to serve; None if it is not proven to serve.
         latency_us: From publishing a command to the arrival of its newest answer; None if it has not answered lately.
         call_ms: How long the engine call in flight has taken; None if none is, or if its clock is not known yet.
+        newer: What the bus knows of it that `status`, which is as old as the newest heartbeat, does not say.
     """
 
     agent: Name
@@ -157,11 +87,12 @@ class AgentLine(Struct, frozen=True, gc=False, kw_only=True):
     serving: Count | None = None
     latency_us: Count | None = None
     call_ms: Count | None = None
+    newer: Text = ""
 
     @property
     def in_flight(self) -> str:
         """The engine call in flight and its duration, after a semicolon: `; in load for 42 s`. Empty if unknown."""
-        if self.call_ms is None or self.status is None:
+        if self.call_ms is None or self.status is None or self.newer:
             return ""
         return f"; in {self.status.activity} for {format_duration(self.call_ms)}"
 
@@ -175,6 +106,8 @@ class AgentLine(Struct, frozen=True, gc=False, kw_only=True):
         if self.status is None:
             return f"gone{away}" if self.state == "gone" else "no heartbeat yet"
         condition = self.status.condition(identity.role)
+        if self.newer:
+            return self.newer if self.serving is not None else f"{self.newer} (was {condition})"
         if self.state != "gone":
             return condition
         earlier = f"a healthy follower, node rank {identity.node_rank}" if condition == "follower" else condition
@@ -185,8 +118,13 @@ class AgentLine(Struct, frozen=True, gc=False, kw_only=True):
         """Whether the agent is out of the fleet without having left, or not fit to serve."""
         if self.state not in ("joining", "live"):
             return self.state == "gone"
-        status = self.status
+        status = self.status if self.serving is None else None
         return status is not None and (not (status.ready or status.held) or status.torn or status.quarantined > 0)
+
+    @property
+    def busy(self) -> bool:
+        """Whether an engine call is in flight."""
+        return self.state == "live" and self.status is not None and bool(self.status.activity)
 
     @property
     def urgency(self) -> tuple[object, ...]:
@@ -234,59 +172,68 @@ class RecentFailure(Struct, frozen=True, kw_only=True):
     Attributes:
         ago_ms: Time since its end.
         text: What it was, and who failed or is missing.
+        times: How often it was seen; others that differ in nothing but numbers are counted with it.
     """
 
     ago_ms: Count
     text: Text
+    times: Positive = 1
+
+    @property
+    def line(self) -> str:
+        """How long ago it was, what it was, and how often."""
+        often = f" ({self.times} times)" if self.times > 1 else ""
+        return f"{format_duration(self.ago_ms)} ago: {self.text}{often}"
 
 
-class PendingCommand(Struct, frozen=True, kw_only=True):
-    """A command that is not concluded, in `FleetStatus.pending`. The agents' own lines name it in `waits_for`.
-
-    Attributes:
-        name: The command and its seq, as in `AgentLine.waits_for`.
-        age_ms: Time since it was published.
-        left_ms: Time until its deadline, at which those that have not answered are missing.
-        waiting: How many agents have not answered.
-    """
-
-    name: Text
-    age_ms: Count
-    left_ms: Count
-    waiting: Count
-
-
-class HeldSync(Struct, frozen=True, kw_only=True):
-    """A weight sync whose trainer has not asked for the next phase yet, in `FleetStatus.held`.
+class Stopped(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Replicas that do not generate because a command stopped them, in `FleetStatus.stopped` and `SyncReport.stopped`.
 
     Attributes:
-        phase: The one that the trainer is to ask for.
-        left_ms: Time until the sync is given up.
+        replicas: By index.
+        how: `paused`, or `asleep`, or `paused and asleep`.
+        operator: Whether an operator's command did it, and not the trainer's; None if the log no longer has it.
+        since_ns: When that was published, by the bus's wall clock.
     """
 
-    version: Positive
-    phase: Name
-    left_ms: Count
+    replicas: tuple[Count, ...]
+    how: Name
+    operator: bool | None = None
+    since_ns: Nanoseconds = 0
+
+    @property
+    def text(self) -> str:
+        """Who stopped which replicas, and since when: `replica 2 paused by an operator since 12:04:05 UTC`."""
+        who = f"{format_replicas(self.replicas)} {self.how}"
+        if self.operator is None:
+            return who
+        by = "an operator" if self.operator else "the trainer"
+        return f"{who} by {by} since {format_clock(self.since_ns)}"
 
 
-INSECURE: Final = "INSECURE: anybody who can reach this bus can command the engines; it has no keys"
+INSECURE: Final = "INSECURE: every program that can reach this bus can command the engines; it has no keys"
 
 
 class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
     """Answer to `StatusRequest`.
 
     Attributes:
+        run: Id of the run.
+        epoch: Which life of the bus this is.
+        seq: Newest command.
         version: Newest committed weights.
         log: Path of the run's log, on the trainer's machine.
         agents: Those of unproven replicas and those that are away come first.
-        open: Commands that are not concluded, and who has not answered.
-        insecure: Other machines can reach the bus, and it has no keys: anybody on them can command the engines.
+        open: Commands that are not concluded, and which agents they wait for; then a sync that waits for its trainer.
+        left_ms: Time until each of `open` is given up; those that are only counted have none.
+        insecure: Other machines can reach the bus, and it has no keys: any program on them can command the engines.
         unproven: Replicas that the run knows and that are not proven to hold the committed weights.
         descriptors: Said while the trainer's process has few file descriptors left: for how many agents they last.
         failures: The last ones in this life of the bus, the newest first.
         read_only: The key of who asked may read the status, and not command.
-        pending: The oldest of the commands in `open`, with their deadlines.
-        held: The weight sync that waits for the trainer; None if none does.
+        stopped: Replicas that do not generate because a command stopped them.
+        hold_up: Why the bus does not go on, and since when; empty while it does.
+        adapters: LoRA adapters that are served.
     """
 
     run: Name
@@ -301,8 +248,10 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
     descriptors: Text = ""
     failures: tuple[RecentFailure, ...] = ()
     read_only: bool = False
-    pending: tuple[PendingCommand, ...] = ()
-    held: HeldSync | None = None
+    left_ms: tuple[Count, ...] = ()
+    stopped: tuple[Stopped, ...] = ()
+    hold_up: Text = ""
+    adapters: tuple[AdapterStatus, ...] = ()
 
     @property
     def replicas(self) -> dict[int, ReplicaStatus]:
@@ -330,20 +279,44 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
             *([Line(INSECURE, True)] if self.insecure else []),
             Line(f"{self.headline}, {len(self.agents)} agents"),
             *(Line(f"  {text}", trouble=True) for text in self.warnings),
+            *(Line(f"  {stop.text}") for stop in self.stopped if not stop.operator),
+            *(Line(f"  adapter {adapter.line}", trouble=not adapter.replicas) for adapter in self.adapters),
             *(_of_agents(lines, text, trouble) for (trouble, text), lines in groups.items()),
-            *(Line(f"  open: {text}") for text in self.open),
+            *(Line(f"  open: {text}") for text in self.open_lines),
         ]
 
     @property
+    def open_lines(self) -> list[str]:
+        """What is open, and for how long it still may be."""
+        left = (f": {format_duration(left_ms)} until it is given up" for left_ms in self.left_ms)
+        return [f"{text}{until}" for text, until in zip_longest(self.open, left, fillvalue="")]
+
+    @property
+    def stalled(self) -> "FleetStatus":
+        """The same with only those agents that something waits for, that are busy, or that are not fit to serve."""
+        kept = (
+            line for line in self.agents if line.waits_for or line.busy or line.in_trouble or line.state == "joining"
+        )
+        return replace(self, agents=tuple(kept), failures=())
+
+    @property
     def warnings(self) -> tuple[str, ...]:
-        """What comes first: replicas that may serve other weights than the committed ones, and limits that are near."""
+        """What comes first: a bus that does not go on, replicas that an operator stopped, those that may serve other
+        weights than the committed ones, and limits that are near.
+        """
+        stopped = (stop.text for stop in self.stopped if stop.operator)
         unproven = f"{format_replicas(self.unproven)} not proven to hold v{self.version}" if self.unproven else ""
-        return tuple(text for text in (unproven, self.descriptors) if text)
+        return tuple(text for text in (self.hold_up, *stopped, unproven, self.descriptors) if text)
 
     @property
     def headline(self) -> str:
         """The run in one line."""
-        return f"run {self.run}, epoch {self.epoch}, seq {self.seq}, weights v{self.version}, log {self.log}"
+        return f"run {self.run}, epoch {self.epoch}, seq {self.seq}, {self.weights}, log {self.log}"
+
+    @property
+    def weights(self) -> str:
+        """The committed weights, in two words."""
+        return f"weights v{self.version}" if self.version else "nothing committed"
 
 
 def _of_agents(lines: list[AgentLine], text: str, trouble: bool) -> Line:
@@ -356,6 +329,8 @@ class AgentOutcome(Struct, frozen=True, kw_only=True, gc=False):
     """One agent's line in a report.
 
     Attributes:
+        agent: Its place.
+        conclusion: What became of the command there.
         rule: Rule of the decision table that gave the outcome; 0 if none did.
         latency_us: From publishing to the arrival of the answer.
     """
@@ -370,7 +345,14 @@ _NOT_MEANT: Final = (Skipped(Reason.NOT_TARGETED), Skipped(Reason.NOT_AN_ENGINE)
 
 
 class Report(Printable, frozen=True, kw_only=True, tag="report"):
-    """All outcomes of one command: exactly one for every known agent that is not retired."""
+    """All outcomes of one command: exactly one for every known agent that is not retired.
+
+    Attributes:
+        seq: Position of the command in the run.
+        origin: Epoch in which it was recorded.
+        command: What was published.
+        outcomes: One for each agent of the fleet.
+    """
 
     seq: Count
     origin: Count
@@ -398,8 +380,8 @@ class Report(Printable, frozen=True, kw_only=True, tag="report"):
         return self._concluded(Missing)
 
     @property
-    def about_nobody(self) -> bool:
-        """Whether the command was for no agent at all: the fleet was empty, or the target named nobody in it."""
+    def matched_nothing(self) -> bool:
+        """Whether no agent matched the target: the fleet was empty, or has none of its replicas."""
         return all(outcome.conclusion in _NOT_MEANT for outcome in self.outcomes)
 
     def _concluded(self, kind: type[Conclusion]) -> tuple[str, ...]:
@@ -411,21 +393,21 @@ class Report(Printable, frozen=True, kw_only=True, tag="report"):
         answered = [outcome.latency_us for outcome in self.outcomes if not isinstance(outcome.conclusion, Missing)]
         slowest = f"; slowest {max(answered) // 100 / 10} ms" if answered else ""
         counts = count_outcomes(outcome.conclusion for outcome in self.outcomes)
-        nobody = "; nobody was meant" if self.about_nobody and self.outcomes else ""
-        return f"{describe(self.command)} (seq {self.seq}): {counts}{nobody}{slowest}"
+        unmatched = "; no agent matched the target" if self.matched_nothing and self.outcomes else ""
+        return f"{describe(self.command)} (seq {self.seq}): {counts}{unmatched}{slowest}"
 
     def lines(self) -> list[Line]:
         """The headline, then agents of the same outcome together, failures first."""
-        nobody = self.about_nobody and not isinstance(self.command, EpochStart)
-        return [Line(self.headline, bool(self.failed or self.missing or nobody)), *_indented(self.outcomes)]
+        unmatched = self.matched_nothing and not isinstance(self.command, EpochStart)
+        return [Line(self.headline, bool(self.failed or self.missing or unmatched)), *_indented(self.outcomes)]
 
     def raise_for_failures(self) -> None:
-        """Raise CommandFailed, which names each agent and why, if one failed or is missing, or if nobody was meant.
+        """Raise CommandFailed, which names each agent and why, if one failed or is missing, or if no agent matched.
 
         Other skips are not failures.
         """
-        if self.about_nobody:
-            raise CommandFailed(f"command {self.seq} was for nobody: {self.headline}")
+        if self.matched_nothing:
+            raise CommandFailed(f"no agent matched the target of command {self.seq}: {self.headline}")
         troubles = [outcome for outcome in self.outcomes if is_trouble(outcome.conclusion)]
         if troubles:
             lines = [f"command {self.seq} did not succeed everywhere:", *(line.text for line in _indented(troubles))]
@@ -436,14 +418,20 @@ class SyncReport(Printable, frozen=True, kw_only=True, tag="sync_report"):
     """How a weight sync ended.
 
     Attributes:
-        status: `committed`: the fleet serves `version`. `aborted`: too few replicas could load it, and the fleet
-            serves what it served before. `stale`: every replica has this version or a newer one already.
-        loaded: Replicas that serve it.
+        version: Number of the new weights.
+        status: `committed`: the fleet serves `version`. `aborted`: too few replicas could load it, and the fleet serves
+            what it served before. `stale`: every replica has this version or a newer one already.
+        loaded: Replicas that hold it, and serve it unless they are in `stopped`.
         quarantined: Replicas that are out of service until a later sync or a restart.
         phases: The report of each phase, in order.
         unproven: All other replicas that the run knows and the sync was for. They are out of reach, or their engines
-            are down, or they have not answered the last phase: nobody knows what they serve.
-        reason: Why it was aborted, if not because of the replicas.
+            are down, or they have not answered the last phase: what they serve is not known.
+        reason: Why it was aborted; of a committed one, what it does not prove: a label of pushed weights that was used
+            before proves nothing without digests.
+        stopped: Replicas that do not generate, whatever weights they hold, because a command stopped them. That is no
+            failure.
+        adapter: The adapter that was synced; empty for the base weights. Its replicas in `quarantined` are out for this
+            version alone, and serve on.
     """
 
     version: Positive
@@ -453,20 +441,31 @@ class SyncReport(Printable, frozen=True, kw_only=True, tag="sync_report"):
     phases: tuple[Report, ...]
     unproven: tuple[Count, ...] = ()
     reason: Text = ""
+    stopped: tuple[Stopped, ...] = ()
+    adapter: Label = ""
 
     @property
     def headline(self) -> str:
         """How it ended, in one line."""
         serving = f" on {format_replicas(self.loaded)}" if self.loaded else ""
         unproven = f"; unproven: {format_replicas(self.unproven)}" if self.unproven else ""
-        quarantined = f"; quarantined: {format_replicas(self.quarantined)}" if self.quarantined else ""
+        out = "without it" if self.adapter else "quarantined"
+        quarantined = f"; {out}: {format_replicas(self.quarantined)}" if self.quarantined else ""
+        stopped = "".join(f"; {stop.text}" for stop in self.stopped)
         reason = f": {self.reason}" if self.reason else ""
-        return f"weights v{self.version} {self.status}{serving}{unproven}{quarantined}{reason}"
+        what = f"adapter {self.adapter}" if self.adapter else "weights"
+        return f"{what} v{self.version} {self.status}{serving}{unproven}{quarantined}{stopped}{reason}"
+
+    @property
+    def flawed(self) -> bool:
+        """Whether it was aborted, or leaves out a replica that only an operator or another sync brings back."""
+        by_hand = any(stop.operator for stop in self.stopped)
+        return self.status == "aborted" or by_hand or bool(self.quarantined or self.unproven)
 
     def lines(self) -> list[Line]:
         """The headline, then what failed in each phase, then the count of every phase."""
         return [
-            Line(self.headline, self.status == "aborted" or bool(self.quarantined or self.unproven)),
+            Line(self.headline, self.flawed),
             *self._failures(),
             *(Line(f"  {phase.headline}") for phase in self.phases),
         ]

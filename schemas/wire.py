@@ -5,16 +5,13 @@ frozen for major version 2. The body is a tagged map, so fields can be added. Nu
 with the unit. Nothing is decoded into `Any`, and no hook builds objects.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import chain, groupby
-from operator import attrgetter
 from typing import Annotated, Final, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta, Raw, Struct
-from msgspec.structs import replace
 
-from schemas.commands import Command, RelativePath, Target, UnknownCommand
+from schemas.agent_status import AgentStatus
+from schemas.commands import AdapterRequest, Command, RelativePath, Target, UnknownCommand
 from schemas.desired import Desired
 from schemas.errors import WireError
 from schemas.events import Decision, Effect, Event
@@ -31,13 +28,14 @@ from schemas.identity import (
     Text,
 )
 from schemas.outcomes import Outcome
-from schemas.reports import AgentStatus, FleetStatus, Report, SyncReport
+from schemas.reports import FleetStatus, Report, SyncReport
 
 MAGIC = 0x524F  # "RO"
 MAJOR = 2
 MINOR = 0
 MAX_BYTES = 256 * 1024
 MAX_REPLY_BYTES = MAX_BYTES - 1024
+REPLY_PART_BYTES = MAX_REPLY_BYTES - 1024
 MAX_COMMAND_BYTES = 64 * 1024
 MAX_TARGET_BYTES = 64 * 1024
 """A record is a command, its target and some numbers. So it fits into a message, also as the only one of a `Replay`."""
@@ -271,11 +269,13 @@ class SyncRequest(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sy
         path: Of the checkpoint, below the checkpoint root of the bus and of each agent.
         timeout_ms: For each phase.
         version: None for the next of the run.
+        adapter: The LoRA adapter that it is a version of; None for base weights. Its `config` is not read.
     """
 
     path: RelativePath
     timeout_ms: Milliseconds
     version: Positive | None = None
+    adapter: AdapterRequest | None = None
 
 
 class Retire(Struct, frozen=True, kw_only=True, tag="retire"):
@@ -295,19 +295,17 @@ class RequestRejected(Struct, frozen=True, kw_only=True, tag="rejected"):
 
 
 Operator = StatusRequest | Submit | SyncRequest | Retire
-Answer = FleetStatus | Report | SyncReport
-"""What an operator may be answered, in parts if it is of a large fleet."""
 
 
 class ReplyPart(Struct, frozen=True, kw_only=True, tag="reply_part"):
-    """A part of a reply that is too large for one message. The parts are of one moment, and sent one after the other.
+    """A part of a reply that is too large for one message. The parts are sent one after the other.
 
     Attributes:
-        part: The reply, with some of its agents or outcomes; of a sync with one phase, or some outcomes of one.
-        left: Agents, outcomes and phases of a sync in the parts that follow; 0 in the last.
+        part: The next bytes of the encoded reply.
+        left: How many parts follow.
     """
 
-    part: Answer
+    part: bytes
     left: Count
 
 
@@ -316,7 +314,6 @@ Reply = FleetStatus | Report | SyncReport | RequestRejected | ReplyPart
 OPERATOR_TAGS: Final = frozenset(kind.__struct_config__.tag for kind in get_args(Operator))
 
 T = TypeVar("T")
-R = TypeVar("R", bound=Struct)
 
 # --- encoding and decoding --------------------------------------------------------------------------------------------
 
@@ -388,70 +385,15 @@ def parse_frames(frames: list[bytes]) -> tuple[Header, bytes]:
 
 
 def encode_reply(reply: Reply | Rejoin) -> list[bytes]:
-    """Encode the answer to an operator: as one body, or as several if it is of a large fleet."""
+    """Encode the answer to an operator: as one body, or in parts if it is of a large fleet."""
     body = encode(reply)
     if len(body) <= MAX_REPLY_BYTES:
         return [body]
-    match reply:
-        case FleetStatus(agents=agents):
-            parts: list[Answer] = [replace(reply, agents=rows) for rows in _portions(agents)]
-        case Report(outcomes=outcomes):
-            parts = [replace(reply, outcomes=rows) for rows in _portions(outcomes)]
-        case SyncReport(phases=phases):
-            parts = [
-                replace(reply, phases=(replace(phase, outcomes=rows),))
-                for phase in phases
-                for rows in _portions(phase.outcomes)
-            ]
-        case _:
-            parts = []
-    left = [sum(map(_rows, parts[number:])) for number in range(1, len(parts) + 1)]
-    bodies = [encode(ReplyPart(part=part, left=after)) for part, after in zip(parts, left, strict=True)]
-    if bodies and max(map(len, bodies)) <= MAX_REPLY_BYTES:
-        return bodies
-    reason = f"the reply takes {len(body):,} bytes, one part of it more than a message, which has {MAX_REPLY_BYTES:,}"
-    return [encode(RequestRejected(reason=reason))]
-
-
-def join_parts(parts: Sequence[Answer]) -> Answer:
-    """Return the reply that was sent in parts."""
-    first = parts[0]
-    if isinstance(first, FleetStatus):
-        return replace(
-            first, agents=tuple(row for part in parts if isinstance(part, FleetStatus) for row in part.agents)
-        )
-    if isinstance(first, SyncReport):
-        pieces = [phase for part in parts if isinstance(part, SyncReport) for phase in part.phases]
-        joined = [tuple(pieces_of) for _, pieces_of in groupby(pieces, key=attrgetter("origin", "seq"))]
-        return replace(
-            first,
-            phases=tuple(
-                replace(same[0], outcomes=tuple(chain.from_iterable(p.outcomes for p in same))) for same in joined
-            ),
-        )
-    return replace(first, outcomes=tuple(row for part in parts if isinstance(part, Report) for row in part.outcomes))
-
-
-def _rows(part: Answer) -> int:
-    match part:
-        case FleetStatus(agents=agents):
-            return len(agents)
-        case SyncReport(phases=phases):
-            return sum(1 + len(phase.outcomes) for phase in phases)
-    return len(part.outcomes)
-
-
-def _portions(rows: tuple[R, ...]) -> Iterator[tuple[R, ...]]:
-    """Cut rows into portions of about half a message each: what they all share must fit in beside them."""
-    portion: list[R] = []
-    size = 0
-    for row in rows:
-        size += len(encode(row))
-        if portion and size > MAX_REPLY_BYTES // 2:
-            yield tuple(portion)
-            portion, size = [], len(encode(row))
-        portion.append(row)
-    yield tuple(portion)
+    starts = range(0, len(body), REPLY_PART_BYTES)
+    return [
+        encode(ReplyPart(part=body[start : start + REPLY_PART_BYTES], left=left))
+        for left, start in zip(reversed(range(len(starts))), starts, strict=True)
+    ]
 
 
 def decode_upward(body: bytes) -> Upward | Operator:
@@ -478,7 +420,7 @@ def read_envelope(body: bytes | Raw, run: str) -> tuple[Envelope, Command | Unkn
     """Decode an envelope and the command in it.
 
     It raises WireError only for an envelope of another run. Any other has its place in the order of commands, and an
-    agent that dropped it could never go on: what can't be read becomes an `UnknownCommand` for everybody.
+    agent that dropped it could never go on: what can't be read becomes an `UnknownCommand` for all.
     """
     try:
         envelope = decode_envelope(body)

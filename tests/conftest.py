@@ -12,7 +12,7 @@ import zmq
 from hypothesis import settings
 
 from controlplane.bus.key_folder import KeyFolder
-from schemas.carriers.sockets import Context
+from schemas.transport.sockets import Context
 from tests import reaper
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no fault of the code
@@ -21,7 +21,6 @@ settings.load_profile("untimed")
 LOOPS = [
     pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio"),
     pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop"),
-    pytest.param(("trio", {}), id="trio"),
 ]
 
 

@@ -1,31 +1,19 @@
-"""Installs this checkout, without extras, for each Python that it claims to support, and has a fleet sync there.
+"""Installs this checkout, without extras, for each Python that it claims to support, and runs it there.
 
 `python -m tests.pythons` makes a new environment for each version in the classifiers of pyproject.toml. In it, the
-packages are imported with warnings as errors, the recorded runs are verified and replayed, and a trainer of
-docs/embedding.md syncs three checkpoints to an agent with the engine of docs/adapters.md. A Python that is not on this
-machine is named.
+packages are imported with warnings as errors, and the recorded runs are verified, replayed and reported. A Python that
+is not on this machine is named.
 """
 
-import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import tomllib
 from pathlib import Path
 
-from tests.pages import module_of
 from tests.running import ROOT, environment
-
-LEARN = """
-from pathlib import Path
-from shutil import copytree
-
-def learn(step):
-    copytree("made", Path("ckpt") / f"step_{step}", dirs_exist_ok=True)
-"""
 
 
 def claimed() -> list[str]:
@@ -56,31 +44,7 @@ def check(python: Path, folder: Path) -> None:
         shutil.copy(log, folder)
         run(folder, rolloutctl, "log", "verify", log.name)
         run(folder, rolloutctl, "log", "replay", log.name)
-    sync(folder, python, rolloutctl)
-
-
-def sync(folder: Path, python: Path, rolloutctl: Path) -> None:
-    """Run the trainer of the page without an event loop, with one agent."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        bus = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    module_of("docs/adapters.md", "echo", folder)
-    trainer = module_of("docs/embedding.md", "blocking_trainer", folder)
-    trainer.write_text(trainer.read_text().replace("tcp://127.0.0.1:5555", bus))
-    (folder / "my_trainer.py").write_text(LEARN)
-    (folder / "made").mkdir()
-    header = json.dumps({"echo": {"dtype": "U8", "shape": [64], "data_offsets": [0, 64]}}).encode()
-    (folder / "made/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
-    words = ("agent", "--bus", bus, "--replica", "0", "--engine", "echo:Echo", "--state-dir", "state")
-    agent = subprocess.Popen([rolloutctl, *words], cwd=folder, env=surroundings(folder))
-    try:
-        run(folder, python, "-W", "error", trainer)
-    finally:
-        agent.terminate()
-        agent.wait(30)
-    run(folder, rolloutctl, "log", "verify", "run.db")
-    run(folder, rolloutctl, "log", "replay", "run.db")
-    run(folder, rolloutctl, "report", "run.db")
+    run(folder, rolloutctl, "report", log.name)
 
 
 def run(folder: Path, *command: object) -> None:

@@ -1,14 +1,21 @@
 """Our commands and small programs, run as processes of their own."""
 
+import logging
 import os
 import re
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+from unittest.mock import patch
+
+from click.testing import CliRunner
+
+from schemas import logs
 
 ROOT = Path(__file__).parents[1]
 OURS = re.compile(r"ROLLOUTCTL_(?!TEST_)")
@@ -63,22 +70,44 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
 
 
 def rolloutctl(
-    *words: object,
-    cwd: Path | None = None,
-    env: Mapping[str, str] | None = None,
-    max_file_bytes: int | None = None,
+    *words: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, max_file_bytes: int | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line to its end, with a terminal wide enough for every table."""
     wide = {"COLUMNS": "200", **(env or {})}
     return python("-m", "controlplane.cli", *words, cwd=cwd, env=wide, max_file_bytes=max_file_bytes)
 
 
+def typed(*words: object, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which takes a fraction of the time. Only for commands that leave nothing behind.
+
+    What other threads log is not the command's: a bus and agents may live in the test's process.
+    """
+    from controlplane.cli.__main__ import run
+
+    root, ours = logging.getLogger(), logging.getLogger("rolloutctl")
+    handlers, level, our_level, here = root.handlers[:], root.level, ours.level, threading.get_ident()
+    emit = logs._Stderr.emit
+
+    def emit_here(handler: logs._Stderr, record: logging.LogRecord) -> None:
+        if record.thread == here:
+            emit(handler, record)
+
+    try:
+        with (
+            patch.object(logs._Stderr, "emit", emit_here),
+            CliRunner().isolation(env={"COLUMNS": "200", **(env or {})}) as (out, err, _),
+        ):
+            code = run([*map(str, words)])
+            return subprocess.CompletedProcess(str(words), code, out.getvalue().decode(), err.getvalue().decode())
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        ours.setLevel(our_level)
+
+
 @contextmanager
 def started(
-    *words: object,
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
-    stderr: IO[bytes] | int | None = None,
+    *words: object, env: Mapping[str, str] | None = None, cwd: Path | None = None, stderr: IO[bytes] | int | None = None
 ) -> Iterator[subprocess.Popen[str]]:
     """Start a Python with these arguments, with pipes to its input and output; kill it when the block ends."""
     process = subprocess.Popen(

@@ -12,7 +12,8 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
 from controlplane.cli.top_screen import TopView, top_screen
-from schemas.reports import AgentLine, AgentStatus, FleetStatus, RecentFailure
+from schemas.agent_status import AgentStatus
+from schemas.reports import AgentLine, FleetStatus, RecentFailure
 
 SERVES = AgentStatus(ready=True, tokenizer="present", engine="vLLM 0.32.0", generating=True, version=12)
 FOLLOWS = AgentStatus(ready=True, tokenizer="absent", engine="vLLM 0.32.0")

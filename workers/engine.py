@@ -1,4 +1,4 @@
-"""The interface between an agent and its engine. `workers/engines/` has one adapter per engine."""
+"""The interface between an agent and its engine. `workers/engines/` has one backend per engine."""
 
 from typing import Protocol, runtime_checkable
 
@@ -13,11 +13,14 @@ class EngineView(Protocol):
         ...
 
     async def observe(self) -> Observation:
-        """Read the engine's state. Changes nothing, is cheap, never raises: what cannot be read is None or unknown."""
+        """Read the engine's state. Changes nothing, is cheap, never raises: what cannot be read is None or unknown.
+
+        It may be cancelled: a command does not wait for it.
+        """
         ...
 
     async def close(self) -> None:
-        """Detach from the engine, and free what `open` created."""
+        """Detach from the engine, and free what `open` created, also if that raised."""
         ...
 
 
@@ -33,13 +36,15 @@ class Engine(EngineView, Protocol):
 
         Args:
             call: The call.
-            timeout_s: Seconds left until the command's deadline. Until then, repeat what the engine refuses only for
-                the moment (a flush while requests run). Do not give up a call that has begun: the machine reports it as
-                late, and waits.
+            timeout_s: Seconds left until the command's deadline; 0 if no command waits. Until then, repeat what the
+                engine refuses only for the moment (a flush while requests run). Do not give up a call that has begun:
+                the machine reports it as late, and waits.
 
         Raises:
             CheckpointError: The source cannot be loaded. The engine was not touched.
             UnsupportedError: The engine cannot do this. It was not touched.
-            EngineError: The engine refused or failed.
+            RefusedError: The engine refuses now, or was not reached. It was not touched.
+            UnansweredError: It was called and did not answer, so it may or may not have carried the call out.
+            EngineError: The engine failed. It may have been touched.
         """
         ...

@@ -1,29 +1,29 @@
 """Metrics of one agent for Prometheus: `rolloutctl agent --metrics-port`. Needs the extra `metrics`.
 
-What is so at a moment is read when it is scraped, from the agent's state, which is replaced and never changed. What
-happens (outcomes, engine calls) is counted when it has. Each agent is a target of its own, which Prometheus names, so
-no series repeats the agent's name: `rolloutctl_agent_info` has it.
+Gauges are read from the agent's state at each scrape; counters count events (outcomes, engine calls). Each agent is a
+target of its own, which Prometheus names, so no series repeats the agent's name: `rolloutctl_agent_info` has it.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from prometheus_client import Counter, Histogram
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from schemas import events
-from schemas.carriers.exposition import Sample, Table, families_of, filled, without_created
 from schemas.formatting import kind_and_reason
+from schemas.transport.exposition import Sample, Table, TableCollector
 from workers.agent import Agent
 from workers.link.heartbeat import status_of
 from workers.machine.state import call_name
 
-CALL_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+CALL_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
-READ: Final[Table] = {
-    "rolloutctl_agent_info": ("Always 1: who this agent is.", ("agent", "replica", "node_rank", "role", "engine")),
+GAUGES: Final[Table] = {
+    "rolloutctl_agent_info": (
+        "Always 1; its labels say which agent this is.",
+        ("agent", "replica", "node_rank", "role", "engine"),
+    ),
     "rolloutctl_agent_bus_connected": ("1 while it follows a bus: it has its desired state, and a lease.", ()),
     "rolloutctl_agent_ready": ("1 if its engine is as desired and, on node rank 0, serves.", ()),
     "rolloutctl_agent_engine_up": ("1 if its engine answers.", ()),
@@ -31,16 +31,16 @@ READ: Final[Table] = {
     "rolloutctl_agent_profiling": ("1 while a profiling session is open.", ()),
     "rolloutctl_agent_weights_version": ("Version of the weights that its engine holds.", ()),
     "rolloutctl_agent_quarantined": ("1 if its replica could not follow a sync and is out of service.", ()),
-    "rolloutctl_agent_torn": ("1 if a load failed or was cut off, and nobody knows what the engine holds.", ()),
+    "rolloutctl_agent_torn": ("1 if a load failed or was cut off, and what the engine holds is not known.", ()),
     "rolloutctl_agent_wedged": ("1 if its engine runs requests and has generated nothing for too long.", ()),
     "rolloutctl_agent_queued_commands": ("Commands that wait for its engine.", ()),
     "rolloutctl_agent_engine_call_age_seconds": ("Age of the engine call in flight; 0 if there is none.", ()),
     "rolloutctl_agent_malformed_messages_total": ("Messages of this incarnation's bus that could not be read.", ()),
 }
-"""What is read at a scrape."""
+"""Read at each scrape."""
 
 
-class AgentCollector(Collector):
+class AgentCollector(TableCollector):
     """Metrics of an agent that was entered. Counts from its creation on. May be scraped from any thread."""
 
     def __init__(self, agent: Agent) -> None:
@@ -58,21 +58,12 @@ class AgentCollector(Collector):
             "rolloutctl_agent_engine_call_duration_seconds",
             "Calls of the engine.",
             ["call", "result"],
-            buckets=CALL_S,
+            buckets=CALL_BUCKETS_S,
             registry=None,
         )
-        self._counted = (self._outcomes, self._resends, self._leases, self._calls)
+        super().__init__(GAUGES, (self._outcomes, self._resends, self._leases, self._calls))
         self._call: tuple[int, str, float] | None = None  # number and name of the call in flight, and when it began
         agent.decisions.add(self._note)
-
-    def describe(self) -> Iterable[Metric]:
-        """Return all families, without samples."""
-        return [*families_of(READ).values(), *(family for metric in self._counted for family in metric.describe())]
-
-    def collect(self) -> Iterator[Metric]:
-        """Return all families at this moment."""
-        yield from filled(READ, self._read())
-        yield from without_created(family for metric in self._counted for family in metric.collect())
 
     def _note(self, event: events.Event, effects: Sequence[events.Effect]) -> None:
         if isinstance(event, events.EngineReturned):
@@ -98,13 +89,13 @@ class AgentCollector(Collector):
         result = event.result.kind if isinstance(event.result, events.Fault) else "ok"
         self._calls.labels(name, result).observe(time.monotonic() - began_s)
 
-    def _read(self) -> Iterator[Sample]:
+    def read(self) -> Iterator[Sample]:
         state, call = self._agent.state, self._call
         identity, status = state.identity, status_of(state)
         in_flight = call is not None and state.activity is not None and state.activity.call_id == call[0]
         place = (identity.agent, str(identity.replica), str(identity.node_rank), identity.role, state.engine.name)
         yield "rolloutctl_agent_info", place, 1
-        yield "rolloutctl_agent_bus_connected", (), state.joined and not state.diverged
+        yield "rolloutctl_agent_bus_connected", (), state.joined and not state.needs_snapshot
         yield "rolloutctl_agent_ready", (), status.ready
         yield "rolloutctl_agent_engine_up", (), status.tokenizer != "unknown"
         yield "rolloutctl_agent_generating", (), status.generating

@@ -24,7 +24,7 @@ def require_recordable(subject: str, limits: Iterable[Limit]) -> None:
     """Raise UnsupportedError for the first limit that the plan exceeds.
 
     Args:
-        subject: Who can't record it, e.g. `sglang 0.5.23` or `tool nsys`.
+        subject: What can't record it, e.g. `sglang 0.5.23` or `tool nsys`.
         limits: The table, most important row first. A generator is read only as far as the first exceeded limit.
     """
     for limit in limits:

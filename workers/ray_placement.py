@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self
 from anyio import CancelScope
 
 from schemas.config import AgentConfig
-from schemas.errors import AgentError, AgentsMissing, ConfigError
+from schemas.errors import AgentError, AgentsMissing, ConfigError, ExtraMissing
 from schemas.identity import Identity, RolloutMode
 from workers.agent import Agent
 from workers.engine import Engine
@@ -205,12 +205,13 @@ def place_agents(
             the environment of the nodes says. Ray only ever carries the path: no key is in an argument or its logs.
 
     Raises:
+        ExtraMissing: Ray is not installed.
         ConfigError: They can't be placed. Nothing was started.
     """
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise ConfigError("agents on Ray need ray, and it is missing: pip install 'rolloutctl[ray]'") from error
+        raise ExtraMissing("agents on Ray need ray, and it is missing", "ray") from error
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     if not ray.is_initialized():

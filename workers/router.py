@@ -1,8 +1,8 @@
 """An agent registers its engine with an SGLang router, and removes it, so that requests go where they can be answered.
 
-`routable` and `may_register` decide, from the agent's state alone; `Router` carries it out. It keeps no state that
-matters: it reads what the router has, compares, and asks for one step. So it does not matter who changed the router, or
-which life of the agent did. Nothing that a router does ends an agent.
+`routable` and `may_register` decide, from the agent's state alone; `RouterRegistration` carries it out. It keeps no
+state that matters: it reads what the router has, compares, and asks for one step. So it does not matter who changed the
+router, or which life of the agent did. Nothing that a router does ends an agent.
 
 What sglang-router 0.3.2 does, observed on the real one:
 
@@ -15,7 +15,7 @@ What sglang-router 0.3.2 does, observed on the real one:
   once it is healthy. Removing it means waiting for that.
 - Adding a URL that is already listed is answered 202 too; that job fails and changes nothing, not even its key. But if
   the worker is removed while that job runs (half a second), the job adds it again. So nothing here adds what is listed,
-  or asks twice; where somebody else did, the next poll repairs it.
+  or asks twice; where another program did, the next poll repairs it.
 - URLs are compared as text: with a trailing slash it is another worker.
 - A listed worker is checked every 60 s. After 3 failures it gets no requests (`is_healthy` false) but stays listed;
   after 2 successes it gets them again. SGLang's `/health` generates a token: a paused engine answers 503 after 20 s, so
@@ -38,10 +38,10 @@ from schemas.logs import logger_of
 from workers.agent import Agent
 from workers.engines.client import CallRefused, mapping_at, text_at
 from workers.engines.http import HttpClient, Route, base_url
-from workers.machine.decide import AgentState, in_sync
-from workers.machine.readiness import is_wedged
-from workers.machine.reconcile import holds_committed, holds_weights
+from workers.machine.readiness import in_sync, is_wedged
+from workers.machine.state import AgentState
 from workers.machine.suppressed import still_desired
+from workers.machine.weights import holds_committed, holds_weights
 
 logger = logger_of("router")
 
@@ -49,7 +49,7 @@ KEY_VARIABLE: Final = "ROLLOUTCTL_ROUTER_API_KEY"
 """Holds the router's key. The same name with `_FILE` appended holds the path of a file that contains it."""
 
 POLL_S: Final = 10.0
-"""Seconds between two polls of a router that is in the wanted state: somebody else may have changed it."""
+"""Seconds between two polls of a router that is in the wanted state: another program may have changed it."""
 LEAVE_S: Final = 5.0
 """Seconds that an agent may take to leave the router when it ends."""
 ANSWER_S: Final = 5.0
@@ -74,6 +74,7 @@ def routable(state: AgentState) -> bool:
     - this is node rank 0, and a snapshot has brought the desired state of this run;
     - its engine is there (`tokenizer` present);
     - its weights are not torn, and no memory is asleep or about to be put to sleep;
+    - it does not generate with a cache that other weights filled;
     - it is not quarantined, neither by the trainer nor by itself;
     - its agent is not cut off from the bus for longer than the lease: another version may be committed by now;
     - it is not wedged: running requests make progress;
@@ -87,13 +88,24 @@ def routable(state: AgentState) -> bool:
     engine, desired = state.engine, still_desired(state.desired, state.suppressed)
     if state.identity.node_rank > 0 or not state.joined or engine.tokenizer != "present":
         return False
-    if engine.torn or engine.asleep or desired.asleep or desired.quarantined or state.bus_lost or is_wedged(state):
+    if (
+        engine.torn
+        or engine.lost
+        or engine.asleep
+        or engine.unknown
+        or desired.asleep
+        or desired.quarantined
+        or state.bus_lost
+        or is_wedged(state)
+    ):
+        return False
+    if engine.stale_cache and engine.generating:
         return False
     syncing = desired.sync is not None and not engine.generating and holds_weights(engine, desired.sync)
     if not (syncing or holds_committed(desired, engine)):
         return False
     stuck = state.reconcile_blocked or (state.activity is not None and state.activity.overdue)
-    return engine.generating or not stuck
+    return bool(engine.generating) or not stuck
 
 
 def may_register(state: AgentState) -> bool:
@@ -102,7 +114,7 @@ def may_register(state: AgentState) -> bool:
     This is stricter than `routable`. The agent must have brought its engine to the desired state at least once, and the
     router checks a new worker's health, which a paused engine fails.
     """
-    return routable(state) and in_sync(state) and state.engine.generating
+    return routable(state) and in_sync(state) and bool(state.engine.generating)
 
 
 def should_be_registered(state: AgentState, registered: bool) -> bool:
@@ -110,7 +122,7 @@ def should_be_registered(state: AgentState, registered: bool) -> bool:
     return routable(state) if registered else may_register(state)
 
 
-class Router:
+class RouterRegistration:
     """One worker's registration in one router. Runs beside `agent.run`: `task_group.start_soon(router.follow, agent)`.
 
     Args:
@@ -140,6 +152,7 @@ class Router:
         self._client = HttpClient(self.where, routes, info_path=_WORKERS, key=key)
         self._id: str | None = None  # the router's id of its newest registration
         self._added_s: float | None = None  # when that was requested; None once the router knows of it
+        self._yields = False  # removed while its bus is out of reach: who adds the worker again is this one's successor
 
     async def follow(self, agent: Agent) -> None:
         """Keep the router as the agent's state wants it, until cancelled; then leave it. Never fails; call it once.
@@ -153,7 +166,8 @@ class Router:
                 try:
                     await self._keep(agent)
                 finally:
-                    await self._leave()
+                    if not self._yields:
+                        await self._leave()
         finally:
             await self.close()
 
@@ -165,7 +179,7 @@ class Router:
 
         Raises:
             CallRefused: The router refused, or could not take the worker.
-            Unanswered: The router did not answer.
+            EngineError: The router did not answer.
         """
         ids = await self._entries()
         job = await self._job(ids)
@@ -186,6 +200,14 @@ class Router:
             await self._add()
         return None
 
+    def wants(self, state: AgentState, registered: bool) -> bool:
+        """Return whether the worker should be in the router, given whether it is there.
+
+        An agent whose bus is out of reach removes it once.
+        """
+        self._yields = state.bus_lost and (self._yields or not registered)
+        return registered if self._yields else should_be_registered(state, registered)
+
     async def close(self) -> None:
         """Close the connections. `follow` does so itself."""
         with CancelScope(shield=True):
@@ -195,7 +217,7 @@ class Router:
         warned, working_since = False, None
         while True:
             try:
-                registered = await self.step(lambda registered: should_be_registered(agent.state, registered))
+                registered = await self.step(lambda registered: self.wants(agent.state, registered))
             except Exception as error:  # nothing that a router answers ends an agent
                 if not warned:
                     logger.warning("agent %s: %s Retrying until it works.", agent.identity.agent, _sentence(error))
@@ -220,7 +242,7 @@ class Router:
     async def _wait(self, agent: Agent, registered: bool) -> None:
         """Wait until the agent's state requires a change, or it is time to poll."""
         with anyio.move_on_after(self._poll_s):
-            await agent.wait_until(lambda state: should_be_registered(state, registered) != registered)
+            await agent.wait_until(lambda state: self.wants(state, registered) != registered)
 
     async def _leave(self) -> None:
         """Remove the worker, even while being cancelled, unless that takes too long."""

@@ -1,7 +1,7 @@
 """Dumps of the Python stacks of an engine that does not answer, taken by py-spy, which reads them from outside.
 
-The agent takes one when the machine asks for it (`DumpStacks`), shortly before the deadline of the engine's call. What
-became of it is a sentence in the outcome. py-spy shows functions, files and lines, and no values of variables.
+The agent takes one shortly before the deadline of the engine's call. What became of it is a sentence in the outcome.
+py-spy shows functions, files and lines, and no values of variables.
 
 Rule 1  Nothing here makes the agent wait or fail: a dump runs beside everything else, with a limit of time and size,
         and whatever goes wrong is the sentence.
@@ -11,22 +11,23 @@ Rule 2  The agent asks about its own process and those below it: a server that i
 
 import os
 import shutil
+import signal
 import subprocess
 import sysconfig
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final
 
-import anyio
-from anyio import CapacityLimiter, to_thread
-
-from schemas.carriers.keys import environment_of_children
-from schemas.errors import ConfigError
+from schemas.errors import ExtraMissing
 from schemas.logs import logger_of
+from schemas.transport import background
+from schemas.transport.keys import environment_of_children
 
-if TYPE_CHECKING:
-    import psutil
-
+BEFORE_MS: Final = 3000
+"""Longest time before the deadline at which a dump begins; a shorter call leaves a quarter of its time."""
 DUMP_S: Final = 10.0
 """Longest time for all processes together. What is not there by then is left out."""
 AT_ONCE: Final = 4
@@ -41,13 +42,6 @@ NOTE_MAX: Final = 4000
 _REASON_MAX: Final = 200
 
 logger = logger_of("agent")
-
-
-class _Read(NamedTuple):
-    """What py-spy printed about one process; if it failed, the reason."""
-
-    stacks: str = ""
-    reason: str = ""
 
 
 class StackDumps:
@@ -72,67 +66,58 @@ class StackDumps:
             agent: Begins the name of the file.
             call: The call that does not return.
         """
+        work = background.begin(partial(self._dump, folder, agent, call), "rolloutctl-stacks", daemon=True)
+        await background.done_within(work)
         try:
-            note = await self._dump(folder, agent, call)
-        except Exception as error:  # of psutil, of the loop's way to start programs
+            note = work.result()
+        except Exception as error:  # of psutil
             logger.debug("a dump of stacks failed", exc_info=True)
             note = f"Its stacks could not be dumped: {type(error).__name__}: {error}"
         return note[:NOTE_MAX].encode(errors="replace").decode()  # a path may be none of UTF-8
 
-    async def _dump(self, folder: Path, agent: str, call: str) -> str:
-        processes = await to_thread.run_sync(self._processes)
-        found: dict[int, _Read] = {}
-        limiter = CapacityLimiter(AT_ONCE)
+    def _dump(self, folder: Path, agent: str, call: str) -> str:
+        import psutil  # half a megabyte, for an agent that takes dumps
 
-        async def read(pid: int) -> None:
-            async with limiter:
-                found[pid] = await self._read(pid)
-
-        with anyio.move_on_after(DUMP_S):
-            async with anyio.create_task_group() as tasks:
-                for process in processes:
-                    tasks.start_soon(read, process.pid)
-        late = _Read(reason=f"not done within {DUMP_S:g} s")
-        reads = [(process, found.get(process.pid, late)) for process in processes]
-        reasons = [result.reason for _, result in reads if result.reason]
+        me, until_s = psutil.Process(), time.monotonic() + DUMP_S
+        processes = [me, *([] if self._foreign else me.children(recursive=True))][:PROCESSES_MAX]
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            reads = list(threads.map(lambda process: (process.pid, *self._read(process.pid, until_s)), processes))
+        reasons = [reason for _, _, reason in reads if reason]
         if len(reasons) == len(reads):
             return f"Its stacks could not be dumped: {reasons[0]}."
         try:
-            path = await to_thread.run_sync(_write, folder, agent, _text(agent, call, reads))
+            path = _write(folder, agent, _text(agent, call, reads))
         except OSError as error:
             return f"Its stacks could not be written to {folder}: {error.strerror}."
         return self._sentence(path, len(reads) - len(reasons), reasons)
 
-    def _processes(self) -> "list[psutil.Process]":
-        import psutil  # half a megabyte, for an agent that takes dumps
-
-        me = psutil.Process()
-        below = [] if self._foreign else me.children(recursive=True)
-        return [me, *below][:PROCESSES_MAX]
-
-    async def _read(self, pid: int) -> _Read:
+    def _read(self, pid: int, until_s: float) -> tuple[str, str]:
+        """Return what py-spy prints about one process, or the reason why it fails."""
+        words = [self._program, "dump", "--full-filenames", "--pid", str(pid)]
         try:
-            process = await anyio.open_process(
-                [self._program, "dump", "--full-filenames", "--pid", str(pid)],
+            process = subprocess.Popen(
+                words,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=environment_of_children(),
             )
         except OSError as error:
-            return _Read(reason=f"{self._program} can't be run ({error.strerror})")
-        output = b""
-        async with process:
-            assert process.stdout is not None
-            async for chunk in process.stdout:
-                output += chunk
-                if len(output) >= PROCESS_BYTES:
-                    process.kill()
-                    break
-        text = output[:PROCESS_BYTES].decode(errors="replace")
-        if process.returncode != 0 and len(output) < PROCESS_BYTES:
-            return _Read(reason=_reason(text))
-        return _Read(stacks="".join(line for line in text.splitlines(True) if not line.startswith("Process ")))
+            return "", f"{self._program} can't be run ({error.strerror})"
+        with process:
+            late = threading.Timer(max(0.0, until_s - time.monotonic()), process.kill)
+            late.start()
+            output = process.stdout.read(PROCESS_BYTES) if process.stdout is not None else b""
+            late.cancel()
+            whole = len(output) < PROCESS_BYTES
+            if not whole:
+                process.kill()
+        text = output.decode(errors="replace")
+        if process.returncode == -signal.SIGKILL and whole:
+            return "", f"not done within {DUMP_S:g} s"
+        if process.returncode != 0 and whole:
+            return "", _reason(text)
+        return "".join(line for line in text.splitlines(True) if not line.startswith("Process ")), ""
 
     def _sentence(self, path: Path, count: int, reasons: list[str]) -> str:
         if self._foreign:
@@ -146,9 +131,7 @@ def _find_py_spy() -> str:
     beside = Path(sysconfig.get_path("scripts")) / "py-spy"
     program = str(beside) if beside.is_file() else shutil.which("py-spy")
     if program is None:
-        raise ConfigError(
-            "dumps of stacks (--dump-stacks) need py-spy, which is not installed: pip install 'rolloutctl[stacks]'."
-        )
+        raise ExtraMissing("dumps of stacks (--dump-stacks) need py-spy, which is not installed", "stacks")
     return program
 
 
@@ -159,12 +142,11 @@ def _reason(output: str) -> str:
     return (output.strip().partition("\n")[0] or "py-spy printed nothing").rstrip(".")[:_REASON_MAX]
 
 
-def _text(agent: str, call: str, reads: "list[tuple[psutil.Process, _Read]]") -> str:
-    own = os.getpid()
+def _text(agent: str, call: str, reads: list[tuple[int, str, str]]) -> str:
     parts = [f"agent {agent}: {call} has not returned by {time.strftime('%Y-%m-%d %H:%M:%S%z')}\n"]
-    for process, result in reads:
-        whose = "the agent" if process.pid == own else "below the agent"
-        parts.append(f"\n--- process {process.pid}, {whose} ---\n{result.stacks.strip() or result.reason}\n")
+    for pid, stacks, reason in reads:
+        whose = "the agent" if pid == os.getpid() else "below the agent"
+        parts.append(f"\n--- process {pid}, {whose} ---\n{stacks.strip() or reason}\n")
     return "".join(parts)[:FILE_BYTES]
 
 

@@ -1,4 +1,4 @@
-"""Where agents keep their journals if nobody says where: on this machine's disk, one folder for each bus.
+"""Where agents keep their journals by default: on this machine's disk, one folder for each bus.
 
     ~/.local/state/rolloutctl/<host>/<address of the bus>/agent-0.0.journal
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
-from schemas.carriers.filesystems import network_type
 from schemas.errors import ConfigError
 from schemas.logs import logger_of
+from schemas.storage.filesystems import network_type
 
 LOCAL: Final = Path("/var/tmp")
 """On the machine's own disk, and kept when it restarts."""
@@ -33,7 +33,7 @@ def state_folder(bus: str) -> Path:
         bus: Address of the bus, as the agents have it.
 
     Raises:
-        ConfigError: It can't be created, or is somebody else's.
+        ConfigError: It can't be created, or belongs to another user.
     """
     home = _state_home()
     if filesystem := network_type(home):
@@ -57,8 +57,8 @@ def state_folder(bus: str) -> Path:
     return folder
 
 
-def given_folder(folder: Path) -> Path:
-    """Return a folder that somebody chose. If it is on a network file system, a line in the log says so."""
+def warn_if_network(folder: Path) -> Path:
+    """Return a folder that was chosen. If it is on a network file system, a line in the log says so."""
     if filesystem := network_type(folder):
         logger.warning(
             "the state folder %s is on a network file system (%s): if another machine writes there too, or its server "
@@ -80,7 +80,7 @@ def _state_home() -> Path:
 
 
 def _require_mine(folder: Path) -> None:
-    """Raise ConfigError if others made the folder, or may write into it: `/var/tmp` is everybody's."""
+    """Raise ConfigError if others made the folder, or may write into it: `/var/tmp` is open to all users."""
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(

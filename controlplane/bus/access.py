@@ -5,7 +5,7 @@ of its key. The answer is one lookup in a dict. When the folder of keys has chan
 the dict is replaced. So a key that is revoked is refused at its next connection, and by `grant_of` at its next message.
 
 Rule 1  The handler never ends: whatever arrives, and whatever the folder holds, it goes on with the list that it has.
-Rule 2  Closed by default: a socket that enforces its domain lets nobody in while there is no handler.
+Rule 2  Closed by default: a socket that enforces its domain admits no peer while there is no handler.
 """
 
 from typing import Final
@@ -17,16 +17,18 @@ from zmq.utils import z85
 
 from controlplane.bus.key_folder import AccessList, KeyFolder, is_settled
 from controlplane.machine.permissions import Grant
-from schemas.carriers.edge_socket import EdgeSocket
-from schemas.carriers.sockets import Context
 from schemas.errors import KeyFileError
 from schemas.logs import logger_of
+from schemas.transport.async_socket import AsyncZmqSocket
+from schemas.transport.sockets import Context
 
 logger = logger_of("keys")
 
 ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 REFUSED_LINES: Final = 20
 """Log lines about refused connections between two looks at the folder."""
+ASKED_MAX: Final = 1_000
+"""Questions that another thread answers at once."""
 _VERSION: Final = b"1.0"
 
 
@@ -60,7 +62,7 @@ class Access:
             return f"key {name} was revoked"
         return "this key is not one of the bus's"
 
-    def bind(self, context: Context) -> EdgeSocket:
+    def bind(self, context: Context) -> AsyncZmqSocket:
         """Return the handler's socket. Bind it before the sockets that it guards."""
         sock = context.socket(zmq.ROUTER)
         sock.set(zmq.LINGER, 0)
@@ -71,16 +73,23 @@ class Access:
             raise KeyFileError(
                 "the ZeroMQ context given has keys of another bus already: give each bus with keys a context of its own"
             ) from error
-        return EdgeSocket(sock, ZAP_ADDRESS)
+        return AsyncZmqSocket(sock, ZAP_ADDRESS)
 
-    async def serve(self, handler: EdgeSocket) -> None:
+    async def serve(self, handler: AsyncZmqSocket) -> None:
         """Answer libzmq until cancelled."""
         while True:
             frames = await handler.recv()
             try:
                 handler.send_nowait(self._answer(frames))
-            except Exception:  # rule 1: a handler that ended would shut everybody out
+            except Exception:  # rule 1: a handler that ended would shut all peers out
                 logger.exception("a connection was refused, since its request could not be answered")
+
+    def answer_elsewhere(self, handler: AsyncZmqSocket) -> None:
+        """Answer what libzmq has asked, in another thread while the handler's own is held up."""
+        for _ in range(ASKED_MAX):
+            if (frames := handler.take_elsewhere()) is None:
+                return
+            handler.send_elsewhere(self._answer(frames))
 
     async def changed(self, interval_s: float) -> bool:
         """Return when the list has been replaced, because the folder has changed, and whether a key lost its grant."""
@@ -118,7 +127,7 @@ class Access:
         return [sender, b"", _VERSION, request, b"200", b"OK", public, b""]
 
     def _log_refused(self, address: bytes, reason: str) -> None:
-        """Log it, but no more than a few times in each interval: anybody may try."""
+        """Log it, but no more than a few times in each interval: any program may try."""
         self._lines += 1
         if self._lines <= REFUSED_LINES:
             logger.warning("refused a connection from %a: %s", address[:64], reason)

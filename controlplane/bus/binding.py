@@ -3,20 +3,22 @@
 import logging
 import sys
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
 
 import anyio
 from anyio import to_thread
 
-from schemas.carriers.edge_socket import EdgeSocket
-from schemas.carriers.sockets import LINGER_MS, Context
 from schemas.errors import AddressInUse
+from schemas.transport.async_socket import AsyncZmqSocket
+from schemas.transport.sockets import LINGER_MS, Context
+
+S = TypeVar("S", bound=AsyncZmqSocket)
 
 BIND_TIMEOUT_S: Final = 0.5
 """How long an address may still be in use by a socket of this process that was just closed."""
 
 
-async def bound(bind: Callable[[], EdgeSocket]) -> EdgeSocket:
+async def bound(bind: Callable[[], S]) -> S:
     """Bind; try again for a moment while the address is in use. Raises what `bind` raises."""
     deadline = anyio.current_time() + BIND_TIMEOUT_S
     while True:
@@ -35,11 +37,13 @@ async def end_context(context: Context) -> None:
 
 
 def warn_of_exposure(address: str) -> None:
-    """Say, in red on a terminal, that there are no keys where other machines can reach the bus."""
-    text = (
-        f"INSECURE: anybody who can reach {address} can command the engines. `rolloutctl keys new NAME` makes keys; "
-        "pass them as `keys`, instead of insecure=True"
-    )
+    """Say that there are no keys where other machines can reach the bus."""
+    advice = "`rolloutctl keys new NAME` makes keys; pass them as `keys`, instead of insecure=True"
+    warn_in_red(f"INSECURE: every program that can reach {address} can command the engines. {advice}")
+
+
+def warn_in_red(text: str) -> None:
+    """Log a warning, in red on a terminal."""
     # A logger of its own: the others make a terminal's control characters harmless, and these are ours.
     logger = logging.getLogger("rolloutctl.exposure")
     logger.warning("%s", f"\x1b[1;31m{text}\x1b[0m" if sys.stderr.isatty() else text)

@@ -1,52 +1,59 @@
 """The trainer's end of the bus: a shell around `controlplane.machine.coordinator`. It owns the sockets, the log and the
-keys, and decides nothing. What it does when something wakes it is `controlplane.bus.turns`, with its rules.
+keys, and decides nothing. What it does when something wakes it is `controlplane.bus.bus_loop`, with its rules.
 
 Every ticket ends: concluded, refused, or failed when the bus closes, however it ends.
 """
 
-import time
-from collections.abc import Callable
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self, TypeVar
 
 import anyio
 import msgspec
 import zmq
 from anyio import CancelScope
+from anyio.abc import TaskGroup
 from msgspec.structs import replace
 
 from controlplane.bus.access import Access
 from controlplane.bus.binding import bound, end_context, warn_of_exposure
-from controlplane.bus.callers import Order, checked_order
+from controlplane.bus.bus_loop import BusLoop
+from controlplane.bus.callers import NOTHING_SENT, PHASES, Request, checked_request
 from controlplane.bus.descriptors import raise_limit
 from controlplane.bus.inbox import Inbox
 from controlplane.bus.key_folder import KeyFolder
-from controlplane.bus.turns import Turns
 from controlplane.machine import events
 from controlplane.machine.coordinator import LOGIC, CoordinatorState
-from controlplane.machine.serving import oldest_version, proven_replicas
+from controlplane.machine.fleet_view import FleetView
 from controlplane.record.log import RunLog
 from controlplane.tickets import Ticket
 from schemas import wire
-from schemas.carriers.edge_socket import EdgeSocket
-from schemas.carriers.sockets import Context, bus_publisher, bus_router, is_local
-from schemas.carriers.wakeup import Wakeup
-from schemas.commands import Command, Manifest, Source, Target
+from schemas.commands import AdapterRequest, Command, Manifest, Source, Target
 from schemas.config import BusConfig
 from schemas.errors import AddressInUse, BusClosed, BusFaulted, LogError
 from schemas.identity import InFlight
 from schemas.listeners import Listeners
 from schemas.logs import logger_of
 from schemas.reports import FleetStatus, Report, SyncReport
+from schemas.transport.publisher_socket import PublisherSocket
+from schemas.transport.sockets import Context, bus_publisher, bus_router, is_local
+from schemas.transport.wakeup import Wakeup
+from schemas.wall_clock import wall_clock_ns
 
 logger = logger_of("bus")
 
+R = TypeVar("R")
 
-class Bus:
-    """One life of the bus on one run's log. `async with Bus(...) as bus:`, under asyncio or trio.
 
-    `publish`, `sync`, `retire` and `serving` may be called from any thread, everything else in the loop of the bus.
+class Bus(BusLoop):
+    """One life of the bus on one run's log. `async with Bus(...) as bus:`, under asyncio.
+
+    `publish`, `sync`, `retire`, `view`, `run_soon` and `watch` may be called from any thread, everything else in the
+    loop of the bus.
 
     Args:
         address: Where agents and operators connect. `tcp://127.0.0.1:0` lets the system choose a port, see `.address`.
@@ -76,32 +83,24 @@ class Bus:
         checkpoints: Path = Path(),
         context: Context | None = None,
     ) -> None:
+        super().__init__(log, config or BusConfig())
         self.address = address
-        self._log, self._config, self._insecure = log, config or BusConfig(), insecure
+        self._allow_exposed = insecure
         self._keys = keys if not address.startswith("inproc://") else None
         self._checkpoints = checkpoints
         self._access: Access | None = None
         self._given_context = context
-        self._turns = Turns(log, self._config)
-        self._callers = self._turns.callers
-        self.orders: Listeners[[Order]] = Listeners()
-        self.decisions = self._turns.decisions
+        self.orders: Listeners[[Request]] = Listeners()
+        self._jobs: deque[tuple[Callable[[], Awaitable[Any]], Ticket[Any]]] = deque()
+        self._job_added = asyncio.Event()
+        self._exited = False
+        self._view: FleetView | None = None
         self._open = AsyncExitStack()
-
-    @property
-    def state(self) -> CoordinatorState:
-        """What the coordinator knows. A state is replaced, never changed, so any thread may read it."""
-        return self._turns.state
-
-    @property
-    def fault(self) -> BusFaulted | None:
-        """Why the bus has stopped, if it has."""
-        return self._turns.fault
 
     @property
     def is_up(self) -> bool:
         """Whether it is open and takes orders."""
-        return not self._turns.closed and self.fault is None
+        return not self.closed and self.fault is None
 
     @property
     def log_path(self) -> Path:
@@ -109,19 +108,14 @@ class Bus:
         return self._log.path
 
     @property
-    def malformed(self) -> int:
-        """Messages that could not be read, of all peers."""
-        return self._turns.inbox.malformed
+    def hangs(self) -> str:
+        """What keeps the bus from closing, as a sentence without its full stop."""
+        return self.clock.hold_up or f"Nothing is known to hold it up but the closing of {self.log_path}"
 
     @property
     def _exposed(self) -> bool:
-        """Whether anybody on another machine can command this fleet."""
+        """Whether programs on other machines can command this fleet."""
         return self._access is None and not is_local(self.address)
-
-    @property
-    def safety_polls(self) -> int:
-        """Messages that waited because a socket did not signal them. Must stay 0."""
-        return self._turns.router.safety_polls + self._turns.publisher.safety_polls
 
     # --- for callers --------------------------------------------------------------------------------------------------
 
@@ -132,7 +126,7 @@ class Bus:
             CommandError: It is not a command that can be published.
             BusOverloaded, BusFaulted, BusClosed: Nothing was sent.
         """
-        ticket: Ticket[Report] = self._callers.new_ticket()
+        ticket: Ticket[Report] = self.callers.new_ticket(timeout_ms * 1000)
         order = events.Issued(
             at_us=0, at_ns=0, ticket=ticket.number, command=command, target=target, timeout_ms=timeout_ms
         )
@@ -149,17 +143,25 @@ class Bus:
         quorum: int | None,
         target: Target,
         timeout_ms: int,
-        absent: events.Absent = "leave",
-        prepare: Ticket[Report] | None = None,
+        on_unreachable: events.OnUnreachable = "skip",
+        sends: bool = False,
+        adapter: AdapterRequest | None = None,
     ) -> Ticket[SyncReport]:
         """Hand a weight sync to the bus. Otherwise like `publish`.
 
         Args:
+            version: Of the weights; None for the next one.
+            source: Where the weights are.
+            manifest: What the source must hold, if that is known.
+            in_flight: What happens to running requests.
+            quorum: Replicas that must load; None for more than half.
+            target: Replicas that take part.
             timeout_ms: For each phase.
-            prepare: Gets the report of the prepare phase; the others are then asked for by `request_phase`. None for
-                phases that follow by themselves.
+            on_unreachable: Whether a phase waits for an engine that is down.
+            sends: The caller sends the weights, and says by `note_sent` when it has. Nothing is committed before that.
+            adapter: The LoRA adapter that it is a version of; None for base weights.
         """
-        ticket: Ticket[SyncReport] = self._callers.new_ticket()
+        ticket: Ticket[SyncReport] = self.callers.new_ticket(PHASES * timeout_ms * 1000)
         order = events.SyncRequested(
             at_us=0,
             at_ns=0,
@@ -171,131 +173,146 @@ class Bus:
             quorum=quorum,
             target=target,
             timeout_ms=timeout_ms,
-            absent=absent,
-            prepare=prepare.number if prepare is not None else None,
+            on_unreachable=on_unreachable,
+            sends=sends,
+            adapter=adapter,
         )
-        of_earlier_life = version is not None and version <= self._log.state.newest_version
+        of_earlier_life = adapter is None and version is not None and version <= self._log.state.newest_version
         advice = self._log.continues if of_earlier_life else ""
-        self._hand_over(order, *((ticket,) if prepare is None else (ticket, prepare)), advice=advice)
-        return ticket
-
-    def new_ticket(self) -> Ticket[Report]:
-        """Return a ticket to pass to `sync`."""
-        return self._callers.new_ticket()
-
-    def request_phase(self, sync: Ticket[SyncReport], phase: Literal["load", "commit", "abort"]) -> Ticket[Report]:
-        """Ask for the next phase of a sync. Otherwise like `publish`."""
-        ticket = self.new_ticket()
-        order = events.PhaseRequested(at_us=0, at_ns=0, ticket=ticket.number, sync=sync.number, phase=phase)
-        self._hand_over(order, ticket)
+        self._hand_over(order, ticket, advice=advice)
         return ticket
 
     def note_sent(self, ticket: Ticket[SyncReport], failure: str | None = None) -> None:
         """Tell the bus that the weights of this sync were sent, or why they will not come: its load phase ends soon."""
-        self._callers.note_sent(ticket, failure)
+        self.callers.note_sent(ticket, failure)
         self._wakeup.notify()
 
     def retire(self, places: tuple[str, ...]) -> Ticket[FleetStatus]:
         """Take places out of the run for good. Otherwise like `publish`."""
-        ticket: Ticket[FleetStatus] = self._callers.new_ticket()
+        ticket: Ticket[FleetStatus] = self.callers.new_ticket()
         self._hand_over(events.RetireRequested(at_us=0, at_ns=0, ticket=ticket.number, places=places), ticket)
         return ticket
 
-    def status(self) -> FleetStatus:
-        """Return the fleet at this moment. Of thousands of agents, that keeps the loop for some 10 ms."""
-        return self._turns.status()
-
-    async def status_in_steps(self) -> FleetStatus:
-        """Return the fleet as of this call, without keeping the loop for long."""
-        return await self._turns.statuses.made()
-
-    def serving(self) -> dict[int, int]:
-        """Return the replicas that are proven to serve, each with its version. May be called from any thread.
+    def view(self) -> FleetView:
+        """Return what is known of the fleet at this moment. May be called from any thread.
 
         Raises:
-            BusFaulted, BusClosed: Nobody knows what the replicas serve.
+            BusFaulted, BusClosed: Nothing is known of it: the bus has ended, or its log hangs.
         """
         self._check()
-        return proven_replicas(self.state).serving
+        self.clock.require_news()
+        state = self.state
+        if self._view is None or self._view.state is not state:
+            self._view = FleetView(state)
+        return self._view
 
-    def oldest_version(self) -> int:
-        """Return the oldest version that anybody may still have to load. May be called from any thread.
-
-        Raises:
-            BusFaulted, BusClosed: Nobody knows.
-        """
-        self._check()
-        return oldest_version(self.state)
-
-    def now_us(self) -> int:
-        """Return the moment on the clock that its states and events use. May be called from any thread."""
-        return self._turns.now_us()
-
-    def silent_us(self, peer: str) -> int:
-        """Return the time since the peer's last message; 0 if it is not connected. May be called from any thread."""
-        return self._turns.silent_us(peer)
-
-    async def ask_anew(self) -> int:
+    async def refresh_statuses(self) -> int:
         """Let the next heartbeat of every agent count as news. Returns when, after all that had arrived by then."""
-        await self._turns.turn()
-        self._turns.inbox.forget_statuses()
-        return self._turns.now_us()
+        await self.turn()
+        self.inbox.forget_statuses()
+        return self.now_us()
 
     async def wait_until(self, holds: Callable[[CoordinatorState], bool]) -> CoordinatorState:
         """Return the first state, from now on, for which `holds` is true. Raises BusFaulted or BusClosed."""
         while not holds(self.state):
             self._check()
-            await self._turns.change()
+            await self.change()
         return self.state
 
-    def _hand_over(self, order: Order, *tickets: Ticket[Any], advice: str = "") -> None:
-        order = checked_order(order)
+    def _hand_over(self, order: Request, *tickets: Ticket[Any], advice: str = "") -> None:
+        order = checked_request(order)
         self._check()
-        self.orders.tell(order)
-        self._callers.add(order, *tickets, advice=advice)
+        self.orders.notify(order)
+        self.callers.add(self.now_us(), order, *tickets, advice=advice)
         self._wakeup.notify()
-        if self._turns.closed or self.fault is not None:  # meanwhile, and perhaps after all open tickets were failed
-            self._callers.withdraw(self.fault or _closed(self.address), *tickets)
+        if self.closed or self.fault is not None:  # meanwhile, and perhaps after all open tickets were failed
+            self.callers.withdraw(self.fault or _closed(self.address), *tickets)
+
+    def run_soon(self, job: Callable[[], Awaitable[R]], timeout_ms: int) -> Ticket[R]:
+        """Run a function in the loop of the bus, and return a ticket for its result. May be called from any thread.
+
+        The ticket also ends while the loop itself hangs: by the timeout, or when the bus closes. A bus that has stopped
+        for a fault still runs it.
+        """
+        ticket: Ticket[R] = self.callers.new_ticket(timeout_ms * 1000, ordered=False)
+        self.callers.add(self.now_us(), None, ticket)
+        self._jobs.append((job, ticket))
+        self._wakeup.notify()
+        if self._exited:  # perhaps after all open tickets were failed
+            self.callers.fail(ticket.number, self.fault or _closed(self.address))
+        return ticket
+
+    def watch(self) -> None:
+        """End what must end in time, and answer operators, though the loop of the bus hangs. For a thread that calls it
+        now and then.
+        """
+        if not self.look_at_turn():
+            self._wakeup.notify()
 
     def _check(self) -> None:
         if self.fault is not None:
-            raise BusFaulted(*self.fault.args)
-        if self._turns.closed:
-            raise _closed(self.address)
+            raise BusFaulted(f"{self.fault}. {NOTHING_SENT}") from self.fault.__cause__
+        if self.closed:
+            raise BusClosed(f"{_closed(self.address)}. {NOTHING_SENT}")
 
     # --- one life -----------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         self._wakeup = Wakeup()
-        turns = self._turns
         raise_limit(self._config.agents_max)
         async with AsyncExitStack() as stack:
             stack.callback(self._wakeup.close)
-            stack.push_async_callback(self._close_log)
+            stack.callback(self.close_log)
             self._prepare_access(stack)
             await self._bind(stack)
             stack.callback(self._fail_all)
-            await self._begin()
+            await self._record_opening()
             tasks = await stack.enter_async_context(anyio.create_task_group())
-            self._turns.closed = False
-            stack.push_async_callback(self._end)
+            self.closed = False
+            stack.push_async_callback(self._record_end)
             stack.callback(tasks.cancel_scope.cancel)
             stack.push_async_callback(self._drain)
             for task in (
-                turns.read_router,
-                turns.keep_time,
-                turns.finish_turns,
-                turns.statuses.serve,
+                self.read_router,
+                self.keep_time,
+                self.finish_turns,
                 self._read_subscriptions,
+                partial(self._run_jobs, tasks),
+                partial(self._wakeup.serve, self._on_wakeup),
+                partial(self.callers.build_manifests, self._checkpoints, self.begin),
             ):
-                tasks.start_soon(task)
-            tasks.start_soon(self._wakeup.serve, turns.begin)
-            tasks.start_soon(self._callers.look_at_checkpoints, self._checkpoints, turns.begin)
+                tasks.start_soon(self._supervise, task)
             if self._access is not None:
-                tasks.start_soon(self._access.serve, self._handler)
-                tasks.start_soon(self._watch_keys, self._access)
+                tasks.start_soon(self._supervise, partial(self._access.serve, self._handler))
+                tasks.start_soon(self._supervise, partial(self._watch_keys, self._access))
             self._open = stack.pop_all()
         return self
+
+    async def _supervise(self, task: Callable[[], Awaitable[object]]) -> None:
+        """Run a task of the bus. One that raises would take the others with it, and the status that says why."""
+        try:
+            await task()
+        except Exception as error:
+            self.stop(error)
+
+    def _on_wakeup(self) -> None:
+        if self._jobs:
+            self._job_added.set()
+        self.held_up.answer()
+        self.begin()
+
+    async def _run_jobs(self, tasks: TaskGroup) -> None:
+        while True:
+            await self._job_added.wait()
+            self._job_added.clear()
+            while self._jobs:
+                tasks.start_soon(self._run_job, *self._jobs.popleft())
+
+    async def _run_job(self, job: Callable[[], Awaitable[Any]], ticket: Ticket[Any]) -> None:
+        try:
+            self.callers.resolve(ticket.number, await job())
+        except Exception as error:
+            self.callers.fail(ticket.number, error)
 
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if isinstance(error, anyio.get_cancelled_exc_class()):
@@ -304,7 +321,7 @@ class Bus:
         return False
 
     def _prepare_access(self, stack: AsyncExitStack) -> None:
-        """Read the keys, and bind the handler before anybody can connect. Who does waits until it is served."""
+        """Read the keys, and bind the handler before peers can connect. One that does waits until it is served."""
         self._context = self._given_context or zmq.Context.instance()
         if self._keys is not None:
             self._access = Access(self._keys)
@@ -314,35 +331,35 @@ class Bus:
             self._handler = self._access.bind(self._context)
             stack.callback(self._handler.close, 0)
         inbox = Inbox(self._log, self._access.grant_of if self._access is not None else None)
-        self._turns.prepare(inbox, keyed=self._access is not None)
+        admit = partial(self._access.answer_elsewhere, self._handler) if self._access is not None else None
+        self.prepare(inbox, admit)
 
     async def _bind(self, stack: AsyncExitStack) -> None:
         pair = self._access.pair if self._access is not None else None
-        turns = self._turns
-        turns.router = await bound(lambda: bus_router(self._context, self.address, insecure=self._insecure, pair=pair))
-        stack.callback(turns.router.close)
-        self.address = turns.router.address
-        turns.insecure = self._exposed
+        self.router = await bound(
+            lambda: bus_router(self._context, self.address, insecure=self._allow_exposed, pair=pair)
+        )
+        stack.callback(self.router.close)
+        self.address = self.router.address
+        self.insecure = self._exposed
         publish = f"{self.address}-publish"
         if self.address.startswith("tcp://"):
             publish = f"{self.address.rpartition(':')[0]}:{self._config.publish_port or 0}"
-        turns.publisher = await bound(lambda: self._bind_publisher(publish))
-        stack.callback(lambda: turns.publisher.close())
+        self.publisher = await bound(lambda: self._bind_publisher(publish))
+        stack.callback(lambda: self.publisher.close())
 
-    def _bind_publisher(self, address: str) -> EdgeSocket:
+    def _bind_publisher(self, address: str) -> PublisherSocket:
         pair = self._access.pair if self._access is not None else None
-        return bus_publisher(self._context, address, insecure=self._insecure, pair=pair)
+        return bus_publisher(self._context, address, insecure=self._allow_exposed, pair=pair)
 
-    async def _begin(self) -> None:
+    async def _record_opening(self) -> None:
         """The first decision of this life."""
         settings = msgspec.convert(self._config, events.CoordinatorSettings, from_attributes=True)
         tcp = self.address.startswith("tcp://")
-        settings = replace(
-            settings, publish_port=int(self._turns.publisher.address.rpartition(":")[2]) if tcp else None
-        )
-        at_us, at_ns = self._turns.now_us(), time.time_ns()
+        settings = replace(settings, publish_port=int(self.publisher.address.rpartition(":")[2]) if tcp else None)
+        at_us, at_ns = self.now_us(), wall_clock_ns()
         opened = events.Opened(at_us=at_us, at_ns=at_ns, run=self._log.run, settings=settings, logic=LOGIC)
-        await self._turns.run([opened], at_us, at_ns)
+        await self.run([opened], at_us, at_ns)
         if self.fault is not None:  # a bus that can't record its first decision does not open
             raise self.fault
         logger.info("bus of run %s, epoch %d, at %s", self._log.run, self.state.epoch, self.address)
@@ -351,24 +368,26 @@ class Bus:
 
     async def _drain(self) -> None:
         """Agents send their decisions a fraction of a heartbeat after making them: wait for the last ones."""
-        self._turns.closed = True
+        self.closed = True
         if self.fault is None and any(member.state == "live" for member in self.state.members.values()):
             await anyio.sleep(self._config.heartbeat_ms * 3 / 8000)
 
-    async def _end(self) -> None:
+    async def _record_end(self) -> None:
         """The last decision, after the tasks have ended. Messages still queued leave within the linger time."""
         with CancelScope(shield=True):
-            self._turns.closed = True
-            at_us, at_ns = self._turns.now_us(), time.time_ns()
-            while self.fault is None and (orders := self._callers.take_orders(at_us, at_ns, agents=0)):
-                await self._turns.run(orders, at_us, at_ns)
+            self.closed = True
+            at_us, at_ns = self.now_us(), wall_clock_ns()
+            while self.fault is None and (orders := self.callers.take_orders(at_us, at_ns, agents=0)):
+                await self.run(orders, at_us, at_ns)
             if self.fault is None:
-                await self._turns.run([events.Closed(at_us=at_us, at_ns=at_ns)], at_us, at_ns)
+                await self.run([events.Closed(at_us=at_us, at_ns=at_ns)], at_us, at_ns)
 
     def _fail_all(self) -> None:
-        self._turns.fail_all(self.fault or _closed(self.address))
+        self._exited = True
+        self.fail_all(self.fault or _closed(self.address))
 
-    async def _close_log(self) -> None:
+    def close_log(self) -> None:
+        """Close the log. For a bus that was not entered; one that was closes it itself."""
         try:
             self._log.close()
         except LogError as error:
@@ -380,11 +399,11 @@ class Bus:
     async def _read_subscriptions(self) -> None:
         """An XPUB sends its welcome only when its subscriptions are read. Who sends anything else is cut off."""
         while True:
-            publisher = self._turns.publisher
+            publisher = self.publisher
             try:
                 *_, subscription = await publisher.recv()
             except anyio.ClosedResourceError:
-                if publisher is self._turns.publisher:
+                if publisher is self.publisher:
                     raise
                 continue
             if subscription[1:] not in (wire.TOPIC_COMMAND, wire.TOPIC_HEAD):
@@ -394,8 +413,8 @@ class Bus:
         """Shut out peers whose key was revoked, within a head interval."""
         while True:
             revoked = await access.changed(self._config.head_interval_ms / 1000)
-            self._turns.inbox.keys_changed = True
-            await self._turns.turn()
+            self.inbox.keys_changed = True
+            await self.turn()
             if revoked:
                 await self._drop_subscribers()
 
@@ -404,18 +423,18 @@ class Bus:
 
         A new publish socket takes the place of the old one: libzmq can't close one connection of it.
         """
-        old = self._turns.publisher
+        old = self.publisher
         old.unbind()
         while True:
             try:
-                self._turns.publisher = await bound(lambda: self._bind_publisher(old.address))
+                self.publisher = await bound(lambda: self._bind_publisher(old.address))
                 break
             except AddressInUse as error:
-                logger.error("a revoked key still hears what is published, and nobody can join: %s", error)
+                logger.error("a revoked key still hears what is published, and no agent can join: %s", error)
                 await anyio.sleep(self._config.head_interval_ms / 1000)
-        self._turns.publisher.set_welcome(wire.TOPIC_HEAD + wire.encode_header(self.state.epoch, 0, self.state.seq))
+        self.publisher.set_welcome(wire.TOPIC_HEAD + wire.encode_header(self.state.epoch, 0, self.state.seq))
         old.close(0)
 
 
 def _closed(address: str) -> BusClosed:
-    return BusClosed(f"the bus at {address} is not open; nothing was sent")
+    return BusClosed(f"the bus at {address} is not open")

@@ -4,9 +4,10 @@ Every ticket ends: concluded or refused by the coordinator, or failed when the b
 """
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
 
 import anyio
@@ -14,23 +15,23 @@ from anyio import to_thread
 from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
+from controlplane.bus.switching import SwitchInterval
 from controlplane.machine.events import (
     Conclude,
     CoordinatorEvent,
     Issued,
-    PhaseRequested,
     Refuse,
     RetireRequested,
     SendFailed,
     SendReturned,
     SyncRequested,
 )
-from controlplane.tickets import Ticket
-from schemas.commands import Checkpoint, EngineCommand, Manifest, ProfileCommand, Target
+from controlplane.tickets import FOREVER_US, Ticket
+from schemas.commands import AdapterDrop, Checkpoint, EngineCommand, ProfileCommand, Target
 from schemas.config import complaint
-from schemas.errors import BusClosed, BusOverloaded, CheckpointError, CommandError, SyncInProgress
+from schemas.errors import BusClosed, BusError, BusOverloaded, CheckpointError, CommandError, SyncInProgress
 from schemas.reports import FleetStatus, Report, SyncReport
-from schemas.safetensors.manifest import build_manifest
+from schemas.safetensors.manifest import CheckpointFiles, read_checkpoint
 from schemas.safetensors.paths import resolve_below
 from schemas.wire import DECODE_ERRORS, Reply, RequestRejected, Retire, Submit, SyncRequest, encode
 
@@ -40,14 +41,18 @@ ORDERS_MAX: Final = 64
 """Orders that one turn takes."""
 SENDS_MAX: Final = 4096
 """Agents times orders in one turn, about: libzmq takes 0.6 µs to queue a command for one agent."""
+PHASES: Final = 3
+"""Of a weight sync: prepare, load, then commit or abort. Each has the sync's timeout."""
 REASON_MAX: Final = 2000
 """Characters of what a sender of weights raised that are recorded."""
-PUBLISHABLE: Final = (ProfileCommand, EngineCommand)
+PUBLISHABLE: Final = (ProfileCommand, EngineCommand, AdapterDrop)
 """Commands that a caller or an operator can publish by themselves."""
 NOT_PUBLISHABLE: Final = (
-    "only a profile command or an engine command can be published by itself: a weight sync is a sequence of commands, "
-    "so call `sync_weights`; an epoch begins when a bus is opened"
+    "only a profile command, an engine command or the drop of an adapter can be published by itself: a sync is a "
+    "sequence of commands, so call `sync_weights` or `sync_adapter`; an epoch begins when a bus is opened"
 )
+NOTHING_SENT: Final = "Nothing was sent"
+PERHAPS_SENT: Final = "Agents may have it, or may still get it: the run's log says what became of it"
 _REFUSALS: Final = {
     "command": CommandError,
     "sync_in_progress": SyncInProgress,
@@ -55,25 +60,32 @@ _REFUSALS: Final = {
     "retire": CommandError,
 }
 
-Order = Issued | SyncRequested | PhaseRequested | RetireRequested | SendFailed | SendReturned
-_order_decoder: Decoder[Order] = Decoder(Order)
+Request = Issued | SyncRequested | RetireRequested | SendFailed | SendReturned
+_request_decoder: Decoder[Request] = Decoder(Request)
 
 
-def checked_order(order: Order) -> Order:
+def checked_request(order: Request) -> Request:
     """Return the order as decoded from its own encoding. Raises CommandError.
 
     msgspec does not check a Struct that Python code builds, and a log with a wrong value in it can't be read any more.
     The check costs the caller a few microseconds and gives the right traceback. In the decoded order, a list given for
-    a set is a set, and nobody else can change it.
+    a set is a set, and nothing else can change it.
     """
     if isinstance(order, Issued) and not isinstance(order.command, PUBLISHABLE):
         raise CommandError(f"{type(order.command).__name__}: {NOT_PUBLISHABLE}. Nothing was sent")
     try:
-        return _order_decoder.decode(encode(order))
+        return _request_decoder.decode(encode(order))
     except (*DECODE_ERRORS, TypeError) as error:
         raise CommandError(
             f"not a command that can be published: {complaint(error, order)}. Nothing was sent"
         ) from None
+
+
+def _with_fate(error: BusError, number: int, queued: bool) -> BusError:
+    """The same error, which also says what became of one request."""
+    told = type(error)(str(error) if number < 0 else f"{error}. {NOTHING_SENT if queued else PERHAPS_SENT}")
+    told.__cause__ = error.__cause__
+    return told
 
 
 class _OperatorTicket(NamedTuple):
@@ -81,6 +93,7 @@ class _OperatorTicket(NamedTuple):
 
     connection: bytes
     reply: Callable[[bytes, Reply], None]
+    deadline_us: int
 
     def resolve(self, result: Report | SyncReport | FleetStatus) -> None:
         self.reply(self.connection, result)
@@ -89,15 +102,17 @@ class _OperatorTicket(NamedTuple):
         self.reply(self.connection, RequestRejected(reason=str(error)))
 
 
-def _order_of(request: Submit | SyncRequest | Retire, number: int, manifest: Manifest | None = None) -> Order:
+def _order_of(request: Submit | SyncRequest | Retire, number: int, found: CheckpointFiles | None = None) -> Request:
     if isinstance(request, SyncRequest):
+        adapter = request.adapter
         return SyncRequested(
             at_us=0,
             at_ns=0,
             ticket=number,
             version=request.version,
-            source=Checkpoint(request.path),
-            manifest=manifest,
+            source=Checkpoint(request.path if adapter is None else PurePosixPath(request.path).as_posix()),
+            manifest=found.manifest if found is not None else None,
+            adapter=replace(adapter, config=found.config) if adapter is not None and found is not None else None,
             in_flight="abort",
             quorum=None,
             target=Target(),
@@ -118,8 +133,8 @@ def _order_of(request: Submit | SyncRequest | Retire, number: int, manifest: Man
     )
 
 
-def _manifest(root: Path, path: str) -> Manifest:
-    return build_manifest(resolve_below(root, path), content=False)
+def _read(root: Path, request: SyncRequest) -> CheckpointFiles:
+    return read_checkpoint(resolve_below(root, request.path), request.adapter is not None)
 
 
 class Callers:
@@ -127,30 +142,47 @@ class Callers:
 
     An operator's sync becomes an order once a thread has looked at its checkpoint: the bus does not wait for it.
 
-    `new_ticket`, `add` and `withdraw` may be called from any thread, everything else in the loop of the bus.
+    `new_ticket`, `add`, `note_sent`, `withdraw` and `expire` may be called from any thread, everything else in the loop
+    of the bus. An order is taken by a turn or withdrawn by another thread, never both: so a caller that gets an error
+    knows whether anything was sent.
 
     Args:
         limit: Tickets that may be open at once.
         reply: Sends a message to an operator.
+        interval: Shortened while orders are open.
     """
 
-    def __init__(self, limit: int, reply: Callable[[bytes, Reply], None]) -> None:
-        self._limit, self._reply = limit, reply
+    def __init__(
+        self, limit: int, reply: Callable[[bytes, Reply], None], interval: SwitchInterval | None = None
+    ) -> None:
+        self._limit, self._reply, self._interval = limit, reply, interval or SwitchInterval(None)
         self._numbers = itertools.count(1)
         self._tickets: dict[int, Ticket[Any] | _OperatorTicket] = {}
-        self._orders: deque[Order] = deque()
-        self._unseen: deque[tuple[int, SyncRequest]] = deque()  # whose checkpoints nobody has looked at
+        self._orders: deque[Request] = deque()
+        self._taking = threading.Lock()  # around each change of the orders
+        self._pending_syncs: deque[tuple[int, SyncRequest]] = deque()  # whose checkpoints have not been read yet
         self._asked: anyio.Event | None = None  # while nothing is left to look at
         self._advice: dict[int, str] = {}  # by ticket: what its caller should know if it is refused or stale
 
-    def new_ticket(self) -> Ticket[Any]:
-        """Return a ticket with a number of its own."""
-        return Ticket(next(self._numbers))
+    def new_ticket(self, timeout_us: int = FOREVER_US, *, ordered: bool = True) -> Ticket[Any]:
+        """Return a ticket with a number of its own.
 
-    def add(self, order: Order, *tickets: Ticket[Any], advice: str = "") -> None:
+        Args:
+            timeout_us: Longest time that its request takes.
+            ordered: It is for an order. Others have negative numbers, and are not in the log.
+        """
+        number = next(self._numbers)
+        ticket: Ticket[Any] = Ticket(number if ordered else -number)
+        ticket.timeout_us = timeout_us
+        return ticket
+
+    def add(self, now_us: int, order: Request | None, *tickets: Ticket[Any], advice: str = "") -> None:
         """Queue an order for the next turn. Raises BusOverloaded.
 
         Args:
+            now_us: On the bus's clock.
+            order: None for tickets that the bus resolves without one.
+            tickets: That it resolves; the first has the order's number.
             advice: What its caller is told as well if a sync is refused, or stale.
         """
         if len(self._tickets) + len(tickets) > self._limit:
@@ -158,41 +190,85 @@ class Callers:
                 f"{self._limit} commands are open (`queue` in BusConfig): wait for their tickets before publishing "
                 "more. Nothing was sent"
             )
-        self._tickets.update((ticket.number, ticket) for ticket in tickets)
+        for ticket in tickets:
+            ticket.deadline_us = now_us + ticket.timeout_us
+            self._tickets[ticket.number] = ticket
         if advice:
             self._advice.update((ticket.number, advice) for ticket in tickets)
-        self._orders.append(order)
+        if order is not None:
+            self._interval.shorten()
+            self._queue(order)
+
+    def _pop(self, number: int) -> Ticket[Any] | _OperatorTicket | None:
+        """Take out a ticket that ends."""
+        ticket = self._tickets.pop(number, None)
+        if self._interval.shortened and all(other < 0 for other in tuple(self._tickets)):
+            self._interval.restore()
+        return ticket
+
+    def _queue(self, order: Request) -> None:
+        with self._taking:
+            self._orders.append(order)
 
     def note_sent(self, ticket: Ticket[Any], failure: str | None) -> None:
         """Queue that the weights of a sync were sent, or why they can't be."""
         if failure is None:
-            self._orders.append(SendReturned(at_us=0, at_ns=0, ticket=ticket.number))
+            self._queue(SendReturned(at_us=0, at_ns=0, ticket=ticket.number))
         else:
-            self._orders.append(SendFailed(at_us=0, at_ns=0, ticket=ticket.number, reason=failure[:REASON_MAX]))
+            self._queue(SendFailed(at_us=0, at_ns=0, ticket=ticket.number, reason=failure[:REASON_MAX]))
 
-    def withdraw(self, error: BaseException, *tickets: Ticket[Any]) -> None:
-        """Fail tickets that were added when the bus had already closed."""
-        for ticket in tickets:
-            self._tickets.pop(ticket.number, None)
-            ticket.fail(error)
+    def withdraw(self, error: BusError, *tickets: Ticket[Any]) -> None:
+        """Fail tickets that were added when the bus had already closed, unless a turn has their order all the same."""
+        if self._unqueue(tickets[0].number):
+            for ticket in tickets:
+                self._pop(ticket.number)
+                ticket.fail(_with_fate(error, ticket.number, queued=True))
 
-    def add_operator(self, connection: bytes, request: Submit | SyncRequest | Retire) -> str | None:
-        """Queue what an operator asks for, or return the reason why not."""
+    def _unqueue(self, number: int) -> bool:
+        """Take an order back. Returns False if it is not in the queue."""
+        with self._taking:
+            for index, order in enumerate(self._orders):
+                if order.ticket == number and not isinstance(order, SendFailed | SendReturned):
+                    del self._orders[index]
+                    return True
+        return False
+
+    def expire(self, now_us: int, error: BusError, reply: Callable[[bytes, Reply], None] | None = None) -> None:
+        """Fail the tickets whose deadlines have passed while no turn could conclude them.
+
+        Args:
+            now_us: This moment on the clock of the bus.
+            error: What each of them raises.
+            reply: Sends a message to an operator: only theirs are failed. None for those of this process.
+        """
+        for number, ticket in list(self._tickets.items()):
+            if now_us > ticket.deadline_us and isinstance(ticket, _OperatorTicket) is (reply is not None):
+                told = _with_fate(error, number, queued=self._unqueue(number))
+                self._pop(number)
+                if isinstance(ticket, _OperatorTicket) and reply is not None:
+                    ticket = ticket._replace(reply=reply)
+                ticket.fail(told)
+
+    def add_operator(self, now_us: int, connection: bytes, request: Submit | SyncRequest | Retire) -> str | None:
+        """Queue what an operator asks for at this moment, or return the reason why not."""
         if isinstance(request, Submit) and not isinstance(request.command, PUBLISHABLE):
             return NOT_PUBLISHABLE
         if sum(isinstance(ticket, _OperatorTicket) for ticket in tuple(self._tickets.values())) >= OPERATORS_MAX:
             return f"{OPERATORS_MAX} commands of operators are open already: wait for one of them to end"
         number = next(self._numbers)
-        self._tickets[number] = _OperatorTicket(connection, self._reply)
+        timeout_us = 0 if isinstance(request, Retire) else request.timeout_ms * 1000
         if isinstance(request, SyncRequest):
-            self._unseen.append((number, request))
+            timeout_us *= PHASES
+        self._tickets[number] = _OperatorTicket(connection, self._reply, now_us + timeout_us)
+        if isinstance(request, SyncRequest):
+            self._pending_syncs.append((number, request))
             if self._asked is not None:
                 self._asked.set()
         else:
-            self._orders.append(_order_of(request, number))
+            self._queue(_order_of(request, number))
         return None
 
-    async def look_at_checkpoints(self, root: Path, begin: Callable[[], None]) -> None:
+    async def build_manifests(self, root: Path, begin: Callable[[], None]) -> None:
         """Look at each checkpoint that an operator asks for, until cancelled.
 
         Args:
@@ -201,16 +277,16 @@ class Callers:
         """
         while True:
             self._asked = anyio.Event()
-            while self._unseen:
-                number, request = self._unseen.popleft()
+            while self._pending_syncs:
+                number, request = self._pending_syncs.popleft()
                 try:
-                    manifest = await to_thread.run_sync(_manifest, root, request.path, abandon_on_cancel=True)
+                    found = await to_thread.run_sync(_read, root, request, abandon_on_cancel=True)
                 except (CheckpointError, OSError, ValueError) as error:
-                    if (ticket := self._tickets.pop(number, None)) is not None:
+                    if (ticket := self._pop(number)) is not None:
                         ticket.fail(error)
                     continue
                 if number in self._tickets:
-                    self._orders.append(_order_of(request, number, manifest))
+                    self._queue(_order_of(request, number, found))
                     begin()
             await self._asked.wait()
 
@@ -223,20 +299,26 @@ class Callers:
         """Return the oldest orders as events of this moment.
 
         Args:
+            at_us: This moment on the clock of the bus.
+            at_ns: The same moment on the wall clock.
             agents: In the fleet. For many of them only a few orders are taken: the others get turns of their own, and
                 what arrives comes in between.
         """
-        count = min(len(self._orders), ORDERS_MAX, max(1, SENDS_MAX // max(1, agents)))
-        return [replace(self._orders.popleft(), at_us=at_us, at_ns=at_ns) for _ in range(count)]
+        if not self._orders:
+            return []
+        with self._taking:
+            count = min(len(self._orders), ORDERS_MAX, max(1, SENDS_MAX // max(1, agents)))
+            taken = [self._orders.popleft() for _ in range(count)]
+        return [replace(order, at_us=at_us, at_ns=at_ns) for order in taken]
 
     def conclude(self, effect: Conclude) -> None:
-        """Resolve the ticket of a command or sync, if anybody waits for it."""
+        """Resolve the ticket of a command or sync, if a caller waits for it."""
         if effect.ticket is not None:
             self.resolve(effect.ticket, effect.report)
 
     def resolve(self, number: int, result: Report | SyncReport | FleetStatus) -> None:
         """Resolve a ticket, if it is of this life of the bus."""
-        ticket, advice = self._tickets.pop(number, None), self._advice.pop(number, "")
+        ticket, advice = self._pop(number), self._advice.pop(number, "")
         if advice and isinstance(result, SyncReport) and result.status == "stale":
             result = replace(result, reason=advice)
         if ticket is not None:
@@ -244,15 +326,28 @@ class Callers:
 
     def refuse(self, effect: Refuse) -> None:
         """Fail the ticket of a command or sync that was refused."""
-        ticket, advice = self._tickets.pop(effect.ticket, None), self._advice.pop(effect.ticket, "")
+        ticket, advice = self._pop(effect.ticket), self._advice.pop(effect.ticket, "")
         reason = f"{effect.reason} ({advice})" if advice and effect.kind == "command" else effect.reason
         if ticket is not None:
             ticket.fail(_REFUSALS[effect.kind](reason))
 
-    def fail_all(self, error: BaseException) -> None:
-        """Drop the queued orders and fail every ticket."""
-        self._orders.clear()
-        self._unseen.clear()
-        while self._tickets:
-            _, ticket = self._tickets.popitem()
+    def fail(self, number: int, error: BaseException) -> None:
+        """Fail a ticket, if it has not ended."""
+        if (ticket := self._pop(number)) is not None:
             ticket.fail(error)
+
+    def fail_all(self, error: BusError, *, operators: bool = True) -> None:
+        """Drop the queued orders and fail every ticket.
+
+        Args:
+            error: What each of them raises.
+            operators: Also answer those, in the loop of the bus. Without them it may be called from any thread.
+        """
+        with self._taking:
+            queued = {order.ticket for order in self._orders if not isinstance(order, SendFailed | SendReturned)}
+            self._orders.clear()
+        self._pending_syncs.clear()
+        for number, ticket in list(self._tickets.items()):
+            if operators or isinstance(ticket, Ticket):
+                self._pop(number)
+                ticket.fail(_with_fate(error, number, number in queued))

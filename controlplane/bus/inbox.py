@@ -17,20 +17,20 @@ Rule 3  Nothing here grows with what strangers send: there are entries only for 
 """
 
 import hashlib
-import time
-from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from controlplane.bus.notices import LineLimit
 from controlplane.machine import events
-from controlplane.machine.fleet import CoordinatorState, member_at
+from controlplane.machine.coordinator_state import CoordinatorState, member_at
 from controlplane.machine.permissions import Grant, refusal
 from controlplane.record.log import RunLog
 from schemas import wire
+from schemas.agent_status import AgentStatus
 from schemas.errors import WireError
 from schemas.identity import agent_of
 from schemas.logs import logger_of
-from schemas.reports import AgentStatus
+from schemas.wall_clock import wall_clock_ns
 
 logger = logger_of("bus")
 
@@ -45,9 +45,6 @@ PEER_CHARS_MAX: Final = 255
 """Longest name of a peer that the log can hold."""
 BODY_BYTES_MAX: Final = wire.MAX_BYTES - 1024
 """Largest body that fits into a message with any header."""
-MALFORMED_US: Final = 60_000_000
-MALFORMED_LINES: Final = 20
-"""Log lines about malformed and refused messages in each period of `MALFORMED_US`."""
 
 
 def connection_of(peer: str) -> bytes:
@@ -67,8 +64,8 @@ class Inbox:
         acks: For agents whose decisions were recorded; to be sent once they are committed.
         requests: Of operators and observers, with the connections to answer, and whether an observer's key was used.
         refused: Connections without a hello whose message can't be read or is out of bounds, with the reason.
-        strangers: Connections that sent something without a hello; to be told to say it.
-        shut_out: Connections whose key does not allow what they sent, with what to tell them.
+        unregistered: Connections that sent something without a hello; to be told to say it.
+        denied: Connections whose key does not allow what they sent, with what to tell them.
         time_replies: For agents that asked for the time; to be completed and sent at once.
         last_heard_us: When each agent last sent a message, on the bus's clock.
         operators_only: Messages of agents are ignored from now on.
@@ -81,8 +78,8 @@ class Inbox:
         self.acks: list[tuple[str, wire.Ack]] = []
         self.requests: list[tuple[bytes, wire.Operator, bool]] = []
         self.refused: dict[bytes, str] = {}
-        self.strangers: set[bytes] = set()
-        self.shut_out: dict[bytes, wire.Rejoin | wire.RequestRejected] = {}
+        self.unregistered: set[bytes] = set()
+        self.denied: dict[bytes, wire.Rejoin | wire.RequestRejected] = {}
         self.time_replies: list[tuple[str, wire.TimeReply]] = []
         self.last_heard_us: dict[str, int] = {}
         self.operators_only = self.keys_changed = False
@@ -93,12 +90,11 @@ class Inbox:
         self._peers: dict[bytes, str] = {}  # by connection: who said hello on it
         self._keys: dict[bytes, bytes] = {}  # by connection of those: the key that it has proven to hold
         self._last_status: dict[str, tuple[int, bytes]] = {}  # by peer: seq and body of its last heartbeat
-        self._logged_us: deque[int] = deque(maxlen=MALFORMED_LINES)  # when such lines were written
+        self._lines = LineLimit()  # about malformed and refused messages
         self._at_us = self._at_ns = 0
         self._state = log.state
-        self._head, self._header = b"", wire.Header(0, 0, 0, 0, 0, 0)  # the newest that was read
-        self._outcome_body = b""  # the newest that was read
-        self._outcome: wire.CommandOutcome
+        self._newest_frames: list[bytes] = []  # of the message that was decoded last
+        self._newest: tuple[wire.Header, wire.Upward | wire.Operator]
 
     def begin_turn(self, at_us: int, at_ns: int, state: CoordinatorState) -> None:
         """Set the moment, on the bus's clock and on the wall clock, and the state that messages are read against."""
@@ -109,65 +105,70 @@ class Inbox:
 
     def receive(self, frames: list[bytes]) -> None:
         """Read one message. Never raises for anything that a peer sends."""
-        if self._grant_of is None and frames[-1] == self._outcome_body and self._on_same_answer(frames):
-            return
         key = frames.pop(0) if self._grant_of is not None else b""
         connection, message = frames[0], None
         try:
-            header, body = self._parse(frames)
+            header, message = self._read(frames[1:])
             peer = self._peers.get(connection)
             grant = self._grant_of(key) if self._grant_of is not None else None
             if peer is not None and not isinstance(grant, str):
                 self.last_heard_us[peer] = self._at_us
                 last = self._last_status.get(peer)
-                same = last is not None and last[1] == body and last[0] == header.seq
+                same = last is not None and last[1] == frames[-1] and last[0] == header.seq
                 if same and member_at(self._state, peer) is not None:
                     return
-            message = self._decode(body)
-            if grant is not None and (reason := _why_not(grant, message, peer)):
-                self._shut_out(connection, message, reason)
+            if grant is not None and (reason := _denial_reason(grant, message, peer)):
+                self._deny(connection, message, reason)
             elif isinstance(message, wire.Operator):
                 self.requests.append((connection, message, isinstance(grant, Grant) and grant.role == "observer"))
             elif not self.operators_only:
-                self._on_agent(connection, peer, header, body, message, key)
+                self._on_agent(connection, peer, header, frames[-1], message, key)
         except WireError as error:
             if frames[1:] == [b""]:  # the probe with which an agent's connection begins
-                self.strangers.add(connection)
+                self.unregistered.add(connection)
             else:
                 self._on_malformed(frames, error)
                 if message is None and connection not in self._peers:  # perhaps an operator, who waits for an answer
                     self.refused[connection] = str(error)
 
-    def _on_same_answer(self, frames: list[bytes]) -> bool:
-        """Read what most messages are: the same answer to the same command as the one before, of another agent."""
-        peer = self._peers.get(frames[0])
-        if peer is None or len(frames) != 3 or frames[1] != self._head or self.operators_only:
-            return False
-        self.last_heard_us[peer] = self._at_us
-        self._add_answer(peer, self._header, self._outcome)
-        return True
+    def _read(self, frames: list[bytes]) -> tuple[wire.Header, wire.Upward | wire.Operator]:
+        """Decode a message. Most agents answer a command alike: then it is decoded once, and they share one outcome."""
+        if frames != self._newest_frames:
+            header, body = wire.parse_frames(frames)
+            self._newest = header, wire.decode_upward(body)
+            self._newest_frames = frames
+        return self._newest
 
-    def _parse(self, frames: list[bytes]) -> tuple[wire.Header, bytes]:
-        """Return the header and the body. The answers to one command have one header, and so have heartbeats."""
-        if len(frames) == 3 and frames[1] == self._head and len(frames[2]) <= BODY_BYTES_MAX:
-            return self._header, frames[2]
-        header, body = wire.parse_frames(frames[1:])
-        self._head, self._header = frames[1], header
-        return header, body
+    def operator_request(self, frames: list[bytes]) -> tuple[bytes, wire.Operator, bool] | None:
+        """Return the entry for `requests` of a message from an operator that may send it; None for any other.
 
-    def _decode(self, body: bytes) -> wire.Upward | wire.Operator:
-        """Decode a body. Most agents answer a command alike: then it is decoded once, and they share one outcome."""
-        if body == self._outcome_body:
-            return self._outcome
-        message = wire.decode_upward(body)
-        if isinstance(message, wire.CommandOutcome):
-            self._outcome_body, self._outcome = body, message
-        return message
+        Changes nothing, so the message can still be passed to `receive`.
+        """
+        grant = None
+        if self._grant_of is not None:
+            grant, frames = self._grant_of(frames[0]), frames[1:]
+        try:
+            message = wire.decode_upward(wire.parse_frames(frames[1:])[1])
+        except WireError:
+            return None
+        if not isinstance(message, wire.Operator) or _denial_reason(grant, message, None):
+            return None
+        return frames[0], message, isinstance(grant, Grant) and grant.role == "observer"
 
     def take_events(self) -> list[events.CoordinatorEvent]:
         """Return the events of the messages received since the last call."""
         self._flush_answers()
         taken, self.events = self.events, []
+        return taken
+
+    def take_requests(
+        self,
+    ) -> tuple[
+        list[tuple[bytes, wire.Operator, bool]], dict[bytes, str], dict[bytes, wire.Rejoin | wire.RequestRejected]
+    ]:
+        """Return `requests`, `refused` and `denied`, and forget them."""
+        taken = self.requests, self.refused, self.denied
+        self.requests, self.refused, self.denied = [], {}, {}
         return taken
 
     def forget_statuses(self) -> None:
@@ -206,7 +207,7 @@ class Inbox:
         elif peer is not None:
             self._on_message(peer, header, body, message)
         elif not isinstance(message, wire.Goodbye):
-            self.strangers.add(connection)
+            self.unregistered.add(connection)
 
     def _on_message(self, peer: str, header: wire.Header, body: bytes, message: wire.Upward) -> None:
         """Read a message of an agent that said hello on this connection."""
@@ -224,7 +225,7 @@ class Inbox:
             case wire.TimeRequest():
                 # Read the clock now, not at the beginning of the turn: a request can't be read before it was sent.
                 if member_at(self._state, peer) is not None:
-                    received_ns = time.time_ns()
+                    received_ns = wall_clock_ns()
                     reply = wire.TimeReply(sent_ns=message.sent_ns, received_ns=received_ns, replied_ns=received_ns)
                     self.time_replies.append((peer, reply))
             case wire.DecisionBatch():
@@ -292,8 +293,8 @@ class Inbox:
         anything = wire.Join()  # stands for all that an agent sends
         for connection, key in list(self._keys.items()):
             peer, grant = self._peers[connection], self._grant_of(key)
-            if reason := _why_not(grant, anything, peer):
-                self._shut_out(connection, anything, reason)
+            if reason := _denial_reason(grant, anything, peer):
+                self._deny(connection, anything, reason)
             else:
                 self._log_age(agent_of(peer), grant)
 
@@ -302,14 +303,14 @@ class Inbox:
         if isinstance(grant, Grant) and grant.age != "only":
             logger.info("agent %s has the %s key of %s", agent, grant.age, grant.name)
 
-    def _shut_out(self, connection: bytes, message: wire.Upward | wire.Operator, reason: str) -> None:
+    def _deny(self, connection: bytes, message: wire.Upward | wire.Operator, reason: str) -> None:
         """Note what to tell a connection whose key does not allow what it sent. An agent is a stranger from now on."""
-        if self._may_log():
+        if self._lines.allows(self._at_us):
             logger.warning("refused %s from connection %s: %s", type(message).__name__, connection.hex(), reason)
         if isinstance(message, wire.Operator):
-            self.shut_out[connection] = wire.RequestRejected(reason=reason)
+            self.denied[connection] = wire.RequestRejected(reason=reason)
             return
-        self.shut_out[connection] = wire.Rejoin(reason=reason, give_up=True)
+        self.denied[connection] = wire.Rejoin(reason=reason, give_up=True)
         peer = self._peers.get(connection)
         if peer is not None:
             self._flush_answers()
@@ -325,21 +326,15 @@ class Inbox:
     def _on_malformed(self, frames: list[bytes], error: Exception) -> None:
         """Count it, and log it now and then: by hash, since the bytes are a stranger's."""
         self.malformed += 1
-        if not self._may_log():
+        if not self._lines.allows(self._at_us):
             return
         data = b"\0".join(frames[1:])
         digest = hashlib.sha256(data).hexdigest()[:16]
         text = "dropped a malformed message from %a: %s; %d bytes, sha256 %s; %d so far"
         logger.warning(text, frames[0][:64], error, len(data), digest, self.malformed)
 
-    def _may_log(self) -> bool:
-        if len(self._logged_us) == MALFORMED_LINES and self._at_us - self._logged_us[0] < MALFORMED_US:
-            return False
-        self._logged_us.append(self._at_us)
-        return True
 
-
-def _why_not(grant: Grant | str | None, message: wire.Upward | wire.Operator, peer: str | None) -> str:
+def _denial_reason(grant: Grant | str | None, message: wire.Upward | wire.Operator, peer: str | None) -> str:
     """Return why a message is refused; empty if it is not, or if the bus has no keys."""
     if grant is None or isinstance(grant, str):
         return grant or ""

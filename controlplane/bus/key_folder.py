@@ -6,20 +6,25 @@
     revoked/NAME.N.json  one that was revoked
     issued/NAME.key      the keys of a peer, to be copied to it
 
-Every change is one file that appears, is replaced or goes: a bus that watches the folder never sees half of one.
+Every change is one file that appears, is replaced or goes: a bus that watches the folder never sees half of one. Who
+changes something holds a lock on the folder. None of these folders may be one that other users can write.
 """
 
+import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from controlplane.machine.permissions import Grant, KeyAge, KeyRole
-from schemas.carriers.keys import (
+from schemas.errors import KeyFileError
+from schemas.logs import logger_of
+from schemas.transport.keys import (
     KeyName,
     KeyPair,
     PeerKeys,
@@ -28,10 +33,9 @@ from schemas.carriers.keys import (
     make_private_folder,
     read_peer_keys,
     read_struct,
+    require_own_folder,
     write_private,
 )
-from schemas.errors import KeyFileError
-from schemas.logs import logger_of
 
 logger = logger_of("keys")
 
@@ -68,6 +72,29 @@ class AccessList(NamedTuple):
     revoked: dict[str, str]
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _alone(change: "Callable[Concatenate[KeyFolder, P], R]") -> "Callable[Concatenate[KeyFolder, P], R]":
+    """Let no other process change the folder meanwhile: most changes depend on what is there."""
+
+    @wraps(change)
+    def changed(folder: "KeyFolder", /, *args: P.args, **options: P.kwargs) -> R:
+        folder.require_own()
+        try:
+            descriptor = os.open(folder.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return change(folder, *args, **options)  # and that says what is missing
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            return change(folder, *args, **options)
+        finally:
+            os.close(descriptor)
+
+    return changed
+
+
 class KeyFolder:
     """Reads and changes the keys of a bus.
 
@@ -90,12 +117,19 @@ class KeyFolder:
         check_pair(self._server, pair)
         return pair
 
-    def signature(self) -> tuple[tuple[int, int, int], ...]:
-        """Return what changes whenever a key is allowed or revoked."""
-        return tuple(_signature(folder) for folder in (self._allowed, self._revoked))
+    def require_own(self) -> None:
+        """Raise KeyFileError if another user could change the keys."""
+        for folder in (self.path, self._allowed, self._revoked, self._issued):
+            if folder.exists():
+                require_own_folder(folder)
+
+    def signature(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Return what changes whenever a key is allowed or revoked, or others may do it."""
+        return tuple(_signature(folder) for folder in (self.path, self._allowed, self._revoked))
 
     def access_list(self) -> AccessList:
-        """Return the keys that are accepted. A file that can't be used lets nobody in, and is logged."""
+        """Return the keys that are accepted. A file that can't be used admits no peer, and is logged."""
+        self.require_own()
         revoked = {public: key.name for _, key in _read_all(self._revoked) for public in key.public}
         grants: dict[str, Grant] = {}
         for path, key in _read_all(self._allowed):
@@ -109,6 +143,7 @@ class KeyFolder:
 
     # --- what `rolloutctl keys` does ----------------------------------------------------------------------------------
 
+    @_alone
     def make_server(self) -> bool:
         """Make the bus's own pair if there is none; return whether it was made."""
         make_private_folder(self.path)
@@ -119,6 +154,7 @@ class KeyFolder:
         _write(self._server, KeyPair.generate())
         return True
 
+    @_alone
     def add(self, name: str, role: KeyRole, places: tuple[str, ...]) -> Path:
         """Make a key and accept it; return the file for the peer."""
         issued = self._issued / f"{name}.key"
@@ -129,6 +165,7 @@ class KeyFolder:
         _write(self._allowed / f"{name}.json", AllowedKey(name=name, role=role, public=(pair.public,), places=places))
         return issued
 
+    @_alone
     def rotate(self, name: str) -> Path:
         """Make a new pair for a key, beside the one in use; return the new file for the peer."""
         key = self.allowed(name)
@@ -139,6 +176,7 @@ class KeyFolder:
         _write(self._allowed / f"{name}.json", replace(key, public=(pair.public, *key.public)), overwrite=True)
         return issued
 
+    @_alone
     def finish(self, name: str) -> None:
         """Revoke the older pair of a key that is being replaced."""
         key = self.allowed(name)
@@ -147,12 +185,14 @@ class KeyFolder:
         self._note_revoked(replace(key, public=key.public[1:]))
         _write(self._allowed / f"{name}.json", replace(key, public=key.public[:1]), overwrite=True)
 
+    @_alone
     def revoke(self, name: str) -> None:
         """Revoke a key."""
         self._note_revoked(self.allowed(name))
         (self._allowed / f"{name}.json").unlink()
         (self._issued / f"{name}.key").unlink(missing_ok=True)
 
+    @_alone
     def rotate_server(self) -> tuple[str, list[Path]]:
         """Make the bus's next pair; return its public key, and the files of peers that now have it too."""
         if self._next.exists():
@@ -161,6 +201,7 @@ class KeyFolder:
         _write(self._next, pair)
         return pair.public, self._reissue()
 
+    @_alone
     def finish_server(self) -> list[Path]:
         """Put the bus's next pair in the place of the one in use; return the files of peers that changed."""
         if not self._next.exists():
@@ -200,17 +241,17 @@ class KeyFolder:
         return changed
 
 
-def is_settled(signature: tuple[tuple[int, int, int], ...]) -> bool:
+def is_settled(signature: tuple[tuple[int, int, int, int], ...]) -> bool:
     """Whether a change after now is sure to change the signature: a clock of files ticks in milliseconds."""
-    return all(time.time_ns() - changed_ns > SETTLED_NS for _, _, changed_ns in signature)
+    return all(time.time_ns() - changed_ns > SETTLED_NS for *_, changed_ns in signature)
 
 
-def _signature(folder: Path) -> tuple[int, int, int]:
+def _signature(folder: Path) -> tuple[int, int, int, int]:
     try:
         found = folder.stat()
     except OSError:
-        return 0, 0, 0
-    return found.st_dev, found.st_ino, found.st_mtime_ns
+        return 0, 0, 0, 0
+    return found.st_dev, found.st_ino, found.st_mode, found.st_mtime_ns
 
 
 def _read_all(folder: Path) -> Iterator[tuple[Path, AllowedKey]]:
@@ -224,7 +265,7 @@ def _read_all(folder: Path) -> Iterator[tuple[Path, AllowedKey]]:
         try:
             yield folder / name, read_struct(folder / name, AllowedKey, secret=False)
         except KeyFileError as error:
-            logger.error("%s; it lets nobody in", error)
+            logger.error("%s; it admits no peer", error)
 
 
 def _write(path: Path, value: Struct, *, overwrite: bool = False) -> None:

@@ -9,13 +9,13 @@ import anyio
 import zmq
 
 from schemas import wire
-from schemas.carriers.handshakes import DialledSocket
-from schemas.carriers.keys import KeySource
-from schemas.carriers.sockets import agent_dealer
-from schemas.commands import EngineCommand, ProfileCommand, Target
+from schemas.commands import AdapterDrop, AdapterRequest, EngineCommand, ProfileCommand, Target
 from schemas.config import milliseconds, within_bounds
 from schemas.errors import BusUnreachable, CommandError, KeyRefused
 from schemas.reports import FleetStatus, Report, SyncReport
+from schemas.transport.handshakes import DialledSocket
+from schemas.transport.keys import KeySource
+from schemas.transport.sockets import agent_dealer
 
 R = TypeVar("R", FleetStatus, Report, SyncReport)
 
@@ -40,7 +40,7 @@ async def ask_status(bus: str, timeout_s: float = ANSWER_S, keys: KeySource | No
 
 async def submit(
     bus: str,
-    command: ProfileCommand | EngineCommand,
+    command: ProfileCommand | EngineCommand | AdapterDrop,
     target: Target,
     timeout_s: float,
     keys: KeySource | None = None,
@@ -71,23 +71,29 @@ async def submit(
 
 
 async def sync(
-    bus: str, path: str, version: int | None = None, timeout_s: float = 600.0, keys: KeySource | None = None
+    bus: str,
+    path: str,
+    version: int | None = None,
+    timeout_s: float = 600.0,
+    keys: KeySource | None = None,
+    adapter: AdapterRequest | None = None,
 ) -> SyncReport:
-    """Bring the fleet to a checkpoint, and return the report of the sync.
+    """Bring the fleet to a checkpoint or to a version of an adapter, and return the report of the sync.
 
     Args:
         bus: Its address.
-        path: Of the checkpoint, below the checkpoint root of the bus.
+        path: Of its directory, below the checkpoint root of the bus.
         version: None for the next of the run.
         timeout_s: For each phase.
         keys: This operator's keys.
+        adapter: The LoRA adapter that it is a version of; None for base weights.
 
     Raises:
         BusUnreachable, KeyRefused, BusAddressError, ConfigError: As for `submit`.
         CommandError: The checkpoint is missing or forbidden, another sync has not ended, or the version was used for
             other weights. Nothing was sent to the agents.
     """
-    request = wire.SyncRequest(path=path, version=version, timeout_ms=milliseconds(timeout_s))
+    request = wire.SyncRequest(path=path, version=version, timeout_ms=milliseconds(timeout_s), adapter=adapter)
     return await _ask(bus, within_bounds(request), SyncReport, PHASES_OF_A_SYNC * timeout_s + ANSWER_S, keys)
 
 
@@ -105,19 +111,19 @@ async def retire(
 
 async def _ask(bus: str, request: wire.Operator, expected: type[R], timeout_s: float, keys: KeySource | None) -> R:
     credentials = keys.credentials() if keys is not None else None
-    async with agent_dealer(zmq.Context.instance(), bus, credentials, patient=False) as dealer:
+    async with agent_dealer(zmq.Context.instance(), bus, credentials, wait_for_listener=False) as dealer:
         with anyio.move_on_after(timeout_s):
-            await _get_in(dealer, bus, keys)
+            await _finish_handshake(dealer, bus, keys)
             await dealer.send([wire.encode_header(0), wire.encode(request)])
-            parts: list[wire.Answer] = []
+            whole = b""
             while True:
                 _, body = wire.parse_frames(await dealer.recv())
                 reply = wire.decode_downward(body)
                 if isinstance(reply, wire.ReplyPart):
-                    parts.append(reply.part)
+                    whole += reply.part
                     if reply.left:
                         continue
-                    reply = wire.join_parts(parts)
+                    reply = wire.decode_downward(whole)
                 if isinstance(reply, wire.RequestRejected):
                     raise CommandError(f"the bus at {bus} refused: {reply.reason}")
                 if isinstance(reply, expected):
@@ -128,7 +134,7 @@ async def _ask(bus: str, request: wire.Operator, expected: type[R], timeout_s: f
     )
 
 
-async def _get_in(dealer: DialledSocket, bus: str, keys: KeySource | None) -> None:
+async def _finish_handshake(dealer: DialledSocket, bus: str, keys: KeySource | None) -> None:
     """Wait until the connection is open. Tries each key that the bus may have. Raises KeyRefused or BusUnreachable."""
     attempts = len(keys.keys.servers) if keys is not None else 1
     attempt = 0
@@ -143,7 +149,7 @@ async def _get_in(dealer: DialledSocket, bus: str, keys: KeySource | None) -> No
 
 
 async def _reach(bus: str) -> None:
-    """Raise BusUnreachable with the system's reason for which nobody can be reached there."""
+    """Raise BusUnreachable with the system's reason why nothing answers there."""
     transport, _, place = bus.partition("://")
     host, _, port = place.rpartition(":")
     try:
@@ -155,5 +161,5 @@ async def _reach(bus: str) -> None:
         cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
         why = getattr(cause, "strerror", None) or str(cause)
         raise BusUnreachable(
-            f"nobody listens at {bus} ({why}). Is the trainer running, and is this its address? Nothing was sent"
+            f"nothing listens at {bus} ({why}). Is the trainer running, and is this its address? Nothing was sent"
         ) from None

@@ -6,7 +6,7 @@ Nothing of it is recorded: the log has all of it, and a restarted bus begins wit
 from collections import deque
 from typing import Final
 
-from schemas.formatting import MAX_WIDTH, describe, group_outcomes
+from schemas.formatting import MAX_WIDTH, describe, group_outcomes, without_numbers
 from schemas.outcomes import Failed, Missing
 from schemas.reports import RecentFailure, Report, SyncReport
 
@@ -21,14 +21,19 @@ class Recent:
 
     def __init__(self) -> None:
         self._reports: deque[Report] = deque(maxlen=REPORTS_KEPT)
-        self._failures: deque[tuple[int, str]] = deque(maxlen=FAILURES_KEPT)  # when, and what; the newest first
+        self._failures: dict[str, tuple[int, str, int]] = {}  # when, what and how often; by what they have in common
 
     def note(self, report: Report | SyncReport, at_us: int) -> None:
         """Take in how a command or a sync ended."""
         if isinstance(report, Report):
             self._reports.append(report)
         if failure := _failure(report):
-            self._failures.appendleft((at_us, failure[:MAX_WIDTH]))
+            text = failure[:MAX_WIDTH]
+            key = without_numbers(text)
+            _, _, times = self._failures.pop(key, (0, "", 0))
+            self._failures[key] = at_us, text, times + 1
+            if len(self._failures) > FAILURES_KEPT:
+                del self._failures[next(iter(self._failures))]
 
     def latencies_us(self) -> dict[str, int]:
         """Return the time from publishing a command to the newest answer of each agent."""
@@ -41,7 +46,10 @@ class Recent:
 
     def failures(self, now_us: int) -> tuple[RecentFailure, ...]:
         """Return the last failures, the newest first."""
-        return tuple(RecentFailure(ago_ms=max(0, now_us - at_us) // 1000, text=text) for at_us, text in self._failures)
+        return tuple(
+            RecentFailure(ago_ms=max(0, now_us - at_us) // 1000, text=text, times=times)
+            for at_us, text, times in reversed(self._failures.values())
+        )
 
 
 def _failure(report: Report | SyncReport) -> str:

@@ -6,6 +6,7 @@ not be done (no bus answered, a file can't be used); 130 interrupted. Results go
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -27,11 +28,14 @@ COMMANDS = {
     "observe": "controlplane.cli.observe:observe",
     "timeline": "controlplane.cli.timeline:timeline",
     "report": "controlplane.cli.report:report",
-    "stall": "controlplane.cli.stall:stall",
     "top": "controlplane.cli.top:top",
+    "drop-adapter": "controlplane.cli.operate:drop_adapter",
     **{
         name: f"controlplane.cli.operate:{name}"
-        for name in ("status", "profile", "pause", "resume", "flush", "sleep", "wake", "abort", "retire", "sync")
+        for name in (
+            *("status", "stall", "profile", "pause", "resume", "flush"),
+            *("sleep", "wake", "abort", "retire", "sync"),
+        )
     },
 }
 """Module and attribute of each command."""
@@ -53,7 +57,7 @@ class Commands(Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Whoever reads its output may have read enough, as in `| head`: that is no error."""
+        """Run the command. A reader of its output may stop early, as in `| head`: that is no error."""
         try:
             super().invoke(ctx)
             sys.stdout.flush()
@@ -63,37 +67,46 @@ class Commands(Group):
 
 
 @click.command(
+    "rolloutctl",
     cls=Commands,
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "max_content_width": 100,
-        "auto_envvar_prefix": "ROLLOUTCTL",
-    },
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.version_option(package_name="rolloutctl", allow_from_autoenv=False)
+@click.version_option(package_name="rolloutctl")
 def cli() -> None:
     """The control plane between a reinforcement-learning trainer and its rollout engines.
 
-    Options may stand before or after the name of a command. Each can be set in the environment too; a command's help
-    names the variable.
+    The options for the log may also stand before the name of a command. Options of `agent`, `gateway` and `observe` can
+    be set in the environment: ROLLOUTCTL_AGENT_REPLICA is `agent --replica`.
     """
+
+
+def run(words: Sequence[str] | None = None) -> int:
+    """Run one command line, by default that of this process.
+
+    Args:
+        words: What follows the name of the program.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        code = cli.main(words, prog_name="rolloutctl", standalone_mode=False)
+    except click.Abort:
+        return interrupt.CODE
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except ConfigError as error:
+        return _fail(error, 2)
+    except RolloutctlError as error:
+        return _fail(error, 3)
+    return code if isinstance(code, int) else 0
 
 
 def main() -> None:
     """Entry point of the script. Exits the process."""
     interrupt.install()
-    try:
-        code = cli.main(prog_name="rolloutctl", standalone_mode=False)
-    except click.Abort:
-        code = interrupt.CODE
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    except ConfigError as error:
-        code = _fail(error, 2)
-    except RolloutctlError as error:
-        code = _fail(error, 3)
-    code = code if isinstance(code, int) else 0
+    code = run()
     interrupt.leave_if_asked(code)
     sys.exit(code)
 

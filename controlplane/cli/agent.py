@@ -1,6 +1,5 @@
 """`rolloutctl agent`: runs one agent beside one node of a replica until it is stopped."""
 
-import os
 import signal
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,15 +12,7 @@ from click.core import ParameterSource
 from msgspec.structs import replace
 
 from controlplane.cli.command_line import Command, api_key_file, metrics_port
-from controlplane.cli.config_file import (
-    AUTO,
-    PRINTED,
-    AutoRange,
-    Needed,
-    config_text,
-    note_printing,
-    read_config_file,
-)
+from controlplane.cli.config_file import config_text, read_config_file, require_trusted
 from controlplane.cli.interrupt import end_soon
 from schemas.commands import ProfilePlan
 from schemas.config import TIMEOUT_MAX_S, AgentConfig, milliseconds
@@ -31,14 +22,13 @@ from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig, read_config
 from workers.agent import Agent
 from workers.engine import Engine, EngineView
-from workers.engines.factory import EngineOptions, make_engine, view_engine
-from workers.launchers import find_place
+from workers.engines.factory import EngineOptions, make_engine, make_observer
 from workers.stacks import StackDumps
 from workers.state_folder import state_folder
 from workers.traces.node import NodeTraces
 
 if TYPE_CHECKING:
-    from workers.router import Router
+    from workers.router import RouterRegistration
 
 logger = logger_of("agent")
 
@@ -47,14 +37,49 @@ _PATH = click.Path(path_type=Path)
 MODES = tuple(mode.value for mode in RolloutMode if mode is not RolloutMode.OBSERVED)
 OBSERVING = frozenset(
     {
-        *("bus", "keys", "replica", "node_rank", "nnodes", "gpus_per_node", "observe", "kind", "url", "api_key_file"),
+        *("bus", "keys", "replica", "node_rank", "nnodes", "gpus_per_node", "observe", "engine", "url", "api_key_file"),
         *("state_dir", "wedged_after", "metrics_port"),
     }
 )
 """Parameters that go with `--observe`. All others are about commands."""
 
 
-@click.command(cls=Command, short_help="Run an agent beside an engine.")
+SECTIONS = {
+    "Place and bus": ("bus", "keys", "replica", "node_rank", "nnodes", "gpus_per_node", "mode", "observe"),
+    "Engine": (
+        *("engine", "url", "api_key_file", "checkpoints", "launch", "router"),
+        *(
+            "dist_init",
+            "launch_log",
+            "up_within",
+            "worker_url",
+            "memory",
+            "on_lost_bus",
+            "wedged_after",
+            "serve",
+            "seed",
+        ),
+    ),
+    "This process": (
+        *("config", "print_config", "state_dir", "profiler", "traces", "finish_hook", "dump_stacks", "metrics_port"),
+    ),
+}
+RARE = frozenset(
+    {
+        *("memory", "on_lost_bus", "wedged_after", "serve", "seed", "dist_init", "launch_log", "up_within"),
+        *("worker_url", "finish_hook", "print_config", "dump_stacks", "metrics_port", "mode", "traces"),
+        *("api_key_file", "profiler"),
+    }
+)
+
+
+@click.command(
+    cls=Command,
+    sections=SECTIONS,
+    rare=RARE,
+    short_help="Run an agent beside an engine.",
+    context_settings={"auto_envvar_prefix": "ROLLOUTCTL_AGENT"},
+)
 @click.option(
     "--config",
     type=click.Path(path_type=Path),
@@ -66,54 +91,58 @@ OBSERVING = frozenset(
 @click.option(
     "--print-config",
     is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=note_printing,
     help="Print such a file with all options as they are now, and exit.",
 )
 @click.option(
     "--bus",
-    cls=Needed,
     envvar="ROLLOUTCTL_BUS",
     required=True,
     help="Address of the trainer's bus, tcp://HOST:PORT.",
 )
-@click.option("--keys", type=_PATH, envvar="ROLLOUTCTL_KEY_FILE", help="File with this agent's key.")
+@click.option("--key", "keys", type=_PATH, envvar="ROLLOUTCTL_KEY_FILE", help="File with this agent's key.")
 @click.option(
     "--replica",
-    cls=Needed,
-    type=AutoRange(0, REPLICAS_MAX - 1),
-    metavar="N|auto",
+    metavar="N",
+    type=click.IntRange(0, REPLICAS_MAX - 1),
     required=True,
-    help="Its index in the job; auto: what Slurm, torchrun or Kubernetes says.",
+    help="Index of the replica in the job.",
 )
 @click.option(
     "--node-rank",
-    type=AutoRange(0, NODES_MAX - 1),
-    metavar="N|auto",
+    metavar="N",
+    type=click.IntRange(0, NODES_MAX - 1),
     default=0,
     show_default=True,
-    help="Index of the node.",
+    help="Index of this node in its replica.",
 )
 @click.option(
     "--nnodes",
-    type=AutoRange(1, NODES_MAX),
-    metavar="N|auto",
+    metavar="N",
+    type=click.IntRange(1, NODES_MAX),
     default=1,
     show_default=True,
-    help="Nodes of the replica.",
+    help="Number of nodes of the replica.",
 )
 @click.option(
-    "--gpus-per-node", type=click.IntRange(1, GPUS_PER_NODE_MAX), default=1, show_default=True, help="On each node."
+    "--gpus-per-node",
+    metavar="N",
+    type=click.IntRange(1, GPUS_PER_NODE_MAX),
+    default=1,
+    show_default=True,
+    help="GPUs of the replica on each node.",
 )
-@click.option("--mode", type=click.Choice(MODES), default="hybrid", show_default=True)
-@click.option("--observe", is_flag=True, help="Only observe an engine that somebody else commands; change nothing.")
+@click.option(
+    "--mode",
+    type=click.Choice(MODES),
+    default="hybrid",
+    show_default=True,
+    help="hybrid: shares its GPUs with the trainer; standalone: has its own; colocated: is never synced, as a judge.",
+)
+@click.option("--observe", is_flag=True, help="Only observe an engine that another program commands; change nothing.")
 @click.option(
     "--engine",
-    "kind",
-    cls=Needed,
     required=True,
-    help="tiny, sglang, vllm, an installed adapter's name, or MODULE:CLASS of one.",
+    help="tiny, sglang, vllm, an installed backend's name, or MODULE:CLASS of one.",
 )
 @click.option(
     "--url",
@@ -122,13 +151,13 @@ OBSERVING = frozenset(
 @api_key_file
 @click.option("--launch", is_flag=True, help="Start, restart and stop the server whose command follows `--`.")
 @click.option("--dist-init", help="With --launch: HOST:PORT at which the servers of a multi-node replica meet.")
-@click.option("--launch-log", type=_PATH, help="The server's output.  [default: in --state-dir]")
+@click.option("--launch-log", type=_PATH, help="File for the server's output.  [default: in --state-dir]")
 @click.option(
     "--up-within",
     type=click.FloatRange(1, TIMEOUT_MAX_S),
     default=1800.0,
     show_default=True,
-    help="Seconds for a launch.",
+    help="Seconds that a launched server may take to start.",
 )
 @click.option("--router", help="SGLang router in which the server is registered while the replica may serve.")
 @click.option("--worker-url", help="With --router: address of the server for the router.  [default: --url]")
@@ -182,24 +211,24 @@ def agent(
     mode: str,
     observe: bool,
     state_dir: Path | None,
+    print_config: bool,
     **options: Any,
 ) -> None:
-    """Run the agent of one node. It connects to the bus, executes every command, and answers.
+    """Run the agent of one node until it is stopped. It connects to the bus, executes every command, and answers.
 
-    On SIGTERM it waits for the engine call in flight, tells the bus that it leaves, and exits. On Ctrl-C it does the
-    same within two seconds, or leaves the call behind. It may also be killed and restarted at any time: it resumes from
-    its journal and the state of its engine.
+    It may be killed and restarted at any time: it resumes from its journal and the state of its engine.
 
     \b
     Beside a running server:
-      rolloutctl agent --bus tcp://trainer:5555 --replica 0 --engine vllm --url http://127.0.0.1:8000
-    Beside a server that somebody else commands, which it never changes (`rolloutctl observe` is its bus):
-      rolloutctl agent --observe --bus tcp://host:5555 --replica 0 --engine sglang --url http://127.0.0.1:30000
+      rolloutctl agent --bus tcp://trainer:5555 --replica 0 \\
+        --engine vllm --url http://127.0.0.1:8000
     With a server that it launches:
-      rolloutctl agent --bus tcp://trainer:5555 --replica 0 --engine sglang --url http://127.0.0.1:30000 \\
-        --launch -- python -m sglang.launch_server --model-path /models/m --port 30000
+      rolloutctl agent --bus tcp://trainer:5555 --replica 0 \\
+        --engine sglang --url http://127.0.0.1:30000 \\
+        --launch -- python -m sglang.launch_server --model-path /m --port 30000
     """
-    if PRINTED in (context := click.get_current_context()).meta:
+    context = click.get_current_context()
+    if print_config:
         click.echo(config_text(context))
         return
     identity = _identity(options, gpus_per_node, RolloutMode.OBSERVED if observe else RolloutMode(mode))
@@ -207,7 +236,7 @@ def agent(
     traces, stacks, router = None, None, None
     if observe:
         _require_observing(context)
-        engine = view_engine(options["kind"], _engine_options(identity, options, Path()))
+        engine = make_observer(options["engine"], _engine_options(identity, options, Path()))
     else:
         profiler = _profiler(options)
         traces = NodeTraces(Path(profiler.save_path), identity, profiler.finish_hook_cmd)
@@ -239,20 +268,14 @@ def agent(
 
 
 def _identity(options: dict[str, Any], gpus_per_node: int, mode: RolloutMode) -> Identity:
-    """The agent's place. Where the launcher says it, a line in the log shows how."""
-    given = {name: options[name] for name in ("replica", "node_rank", "nnodes")}
-    replica, node_rank, nnodes = given.values()
-    if AUTO in given.values():
-        asked = {name: None if value == AUTO else value for name, value in given.items()}
-        replica, node_rank, nnodes, origins = find_place(os.environ, **asked)
-        logger.info("agent %s.%s: %s", replica, node_rank, "; ".join(origins))
+    place = {name: options[name] for name in ("replica", "node_rank", "nnodes")}
     try:
-        return Identity(replica=replica, node_rank=node_rank, nnodes=nnodes, gpus_per_node=gpus_per_node, mode=mode)
+        return Identity(**place, gpus_per_node=gpus_per_node, mode=mode)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
-async def _serve(node: Agent, bus: str, router: "Router | None", metrics: str | None) -> bool:
+async def _serve(node: Agent, bus: str, router: "RouterRegistration | None", metrics: str | None) -> bool:
     """Return whether Ctrl-C ended it."""
     signals: list[signal.Signals] = []
     failure: RolloutctlError | None = None
@@ -276,7 +299,7 @@ async def _serve(node: Agent, bus: str, router: "Router | None", metrics: str | 
 
 def _serve_metrics(node: Agent, address: str) -> None:
     """In a thread that ends with the process."""
-    from schemas.carriers.exposition import serve_metrics
+    from schemas.transport.exposition import serve_metrics
     from workers.exporter import AgentCollector
 
     served, _ = serve_metrics(AgentCollector(node), address)
@@ -300,6 +323,7 @@ def _profiler(options: dict[str, Any]) -> ProfilerConfig:
     """What this node needs of the profiler configuration: folder of traces, hook, and what the engine records."""
     config = ProfilerConfig(plan=ProfilePlan(enabled=False))
     if options["profiler"] is not None:
+        require_trusted(options["profiler"])
         config, warnings = read_config(options["profiler"])
         for warning in warnings:
             logger.warning("%s: %s", options["profiler"], warning)
@@ -313,11 +337,11 @@ def _profiler(options: dict[str, Any]) -> ProfilerConfig:
 
 def _engine(identity: Identity, options: dict[str, Any], traces: Path) -> Engine:
     """The engine that the options name, without its launch."""
-    if options["launch"] and (options["kind"] not in ("sglang", "vllm") or not options["command"]):
+    if options["launch"] and (options["engine"] not in ("sglang", "vllm") or not options["command"]):
         raise ConfigError("--launch takes a server's command after `--`, and needs --engine sglang or vllm.")
     if options["command"] and not options["launch"]:
         raise ConfigError(f"unexpected {' '.join(options['command'])!r}: a server's command follows `--launch --`.")
-    return make_engine(options["kind"], _engine_options(identity, options, traces))
+    return make_engine(options["engine"], _engine_options(identity, options, traces))
 
 
 def _engine_options(identity: Identity, options: dict[str, Any], traces: Path) -> EngineOptions:
@@ -350,7 +374,7 @@ def _launched(
     from workers.server.command import profiled_command, server_command
     from workers.server.launch import LaunchedEngine, ServerProcess
 
-    kind, command = options["kind"], options["command"]
+    kind, command = options["engine"], options["command"]
     log = options["launch_log"] or state_dir / f"server-{identity.agent}.log"
     full = server_command(kind, command, identity, options["dist_init"])
     full = profiled_command(kind, full, identity, profiler.plan, Path(profiler.save_path))
@@ -358,13 +382,15 @@ def _launched(
     return LaunchedEngine(engine, server, up_within_s=milliseconds(options["up_within"]) / 1000)
 
 
-def _router(options: dict[str, Any]) -> "Router | None":
+def _router(options: dict[str, Any]) -> "RouterRegistration | None":
     url, worker = options["router"], options["worker_url"] or options["url"]
     if url is None:
         return None
     if worker is None:
         raise ConfigError("--router needs --url, the server that gets the requests.")
     from workers.engines.api_key import api_key
-    from workers.router import KEY_VARIABLE, Router
+    from workers.router import KEY_VARIABLE, RouterRegistration
 
-    return Router(url, worker, key=api_key(variable=KEY_VARIABLE), worker_key=api_key(options["api_key_file"]))
+    return RouterRegistration(
+        url, worker, key=api_key(variable=KEY_VARIABLE), worker_key=api_key(options["api_key_file"])
+    )

@@ -1,19 +1,15 @@
-"""What every command has in common: the options for the log, where options may stand, and what a typing error gets.
-
-Every option can also be set in the environment. The help of a command names its variables.
-"""
+"""What every command has in common: the options for the log, the order of its help, and what a typing error gets."""
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-from click.core import ParameterSource
 
-from schemas.errors import ConfigError
+from schemas.errors import ExtraMissing
 from schemas.identity import NUMBER_MAX, REPLICAS_MAX
 from schemas.logs import LogFormat, log_to_stderr
 from schemas.profiler.conversion import did_you_mean
@@ -34,7 +30,7 @@ api_key_file = click.option(
 
 def _with_extra(_context: click.Context, _option: click.Parameter, address: str | None) -> str | None:
     if address is not None and find_spec("prometheus_client") is None:
-        raise ConfigError("metrics need prometheus-client: pip install 'rolloutctl[metrics]'")
+        raise ExtraMissing("metrics need prometheus-client", "metrics")
     return address
 
 
@@ -46,19 +42,19 @@ metrics_port = click.option(
 )
 PROBLEM: Final = "rolloutctl problem"
 """Key in a context's meta: the command has found a problem."""
+_ALL: Final = "rolloutctl help-all"
 _META: Final = "rolloutctl."
 """Prefix of the values of `_log_options` in a context's meta, which a command shares with its groups."""
 
 
 def _note(context: click.Context, option: click.Parameter, value: object) -> None:
-    filed = context.get_parameter_source(option.name or "") is ParameterSource.DEFAULT_MAP
-    if value and not (filed and noted(context, option.name)):  # a group's option stays in force unless this one is set
+    if value:  # a group's option stays in force unless this one is set
         context.meta[f"{_META}{option.name}"] = value
 
 
-def _log_options() -> list[click.Parameter]:
-    """The options for the log, which stand before and after a command's name alike."""
-    shared: dict[str, Any] = {"expose_value": False, "callback": _note}
+def _log_options(*, hidden: bool) -> list[click.Parameter]:
+    """The options for the log, which stand before and after a command's name alike. The help at the top shows them."""
+    shared: dict[str, Any] = {"expose_value": False, "callback": _note, "hidden": hidden}
     return [
         click.Option(
             ["-v", "--verbose"],
@@ -72,28 +68,53 @@ def _log_options() -> list[click.Parameter]:
             ["--log-format"],
             type=click.Choice(["text", "json"]),
             envvar="ROLLOUTCTL_LOG_FORMAT",
-            help="Of the log on stderr.  [default: text]",
+            help="Format of the log on stderr.  [default: text]",
             **shared,
         ),
     ]
 
 
-class Command(click.Command):
-    """A command with the options for the log, which shows the environment variables of its options.
+def _help_all(context: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        context.meta[_ALL] = True
+        click.echo(context.get_help())
+        context.exit()
 
-    Attributes:
-        within: The group that it was added to; None at the top.
+
+class Command(click.Command):
+    """A command with the options for the log.
+
+    Args:
+        sections: Options by the headings under which the help shows them, by parameter; the others come last.
+        rare: Those of them that only `--help-all` shows.
     """
 
-    within: "Group | None" = None
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        sections: Mapping[str, Sequence[str]] | None = None,
+        rare: Collection[str] = (),
+        **settings: Any,
+    ) -> None:
         super().__init__(*args, **settings)
-        self.params += _log_options()
+        self.params += _log_options(hidden=True)
+        self._sections, self._rare = sections or {}, rare
+        if rare:
+            shown = click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_help_all)
+            shown.help = "Show all options."
+            self.params.append(shown)
 
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """All parameters; each option knows its variable."""
-        return _with_variables(super().get_params(ctx), self)
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, section by section."""
+        options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
+        left_out = () if _ALL in ctx.meta else self._rare
+        records = {option.name: option.get_help_record(ctx) for option in options if option.name not in left_out}
+        named = {name for names in self._sections.values() for name in names}
+        sections = {**self._sections, "Options": [name for name in records if name not in named]}
+        for heading, names in sections.items():
+            if rows := [record for name in names if (record := records.get(name)) is not None]:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Set up the log, then run."""
@@ -104,40 +125,17 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """A group whose commands' options may also stand before the name of the command."""
+    """A group of commands. The options for the log may also stand before the name of the command."""
 
     command_class = Command
-    within: "Group | None" = None
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.params += _log_options()
-
-    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        """Add a command, which is then of this group."""
-        super().add_command(cmd, name)
-        if isinstance(cmd, Command | Group):
-            cmd.within = self
-
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """All parameters; each option knows its variable."""
-        return _with_variables(super().get_params(ctx), self)
+        self.params += _log_options(hidden=settings.get("name") != "rolloutctl")
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Move what this group does not know behind the name of the command, which may know it.
-
-        `help X` is `X --help`.
-        """
-        if args[:1] == ["help"]:
-            args = [*args[1:], "--help"]
-        names = set(self.list_commands(ctx))
-        position = next((index for index, word in enumerate(args) if word in names), None)
-        leading = args[:position]
-        if position is not None and "--" not in leading:
-            own, others = _divided(leading, self.get_params(ctx))
-            if not others or others[0].startswith("-"):  # else that word is meant as the command
-                args = [*own, args[position], *others, *args[position + 1 :]]
-        return super().parse_args(ctx, args)
+        """Take `help X` for `X --help`."""
+        return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -151,14 +149,14 @@ class Group(click.Group):
 
 
 def note_problem() -> None:
-    """Let the command exit with 1, also if nobody reads its output to the end. Call it before anything is printed."""
+    """Let the command exit with 1, also if its output is not read to the end. Call it before anything is printed."""
     click.get_current_context().meta[PROBLEM] = True
 
 
 def serve_bus_metrics(plane: "ControlPlane", address: str) -> None:
     """Serve the metrics of a bus, in a thread that ends with the process, and say where."""
     from controlplane.metrics import BusCollector
-    from schemas.carriers.exposition import serve_metrics
+    from schemas.transport.exposition import serve_metrics
 
     served, _ = serve_metrics(BusCollector(plane), address)
     click.echo(f"metrics at {served}")
@@ -167,43 +165,6 @@ def serve_bus_metrics(plane: "ControlPlane", address: str) -> None:
 def noted(context: click.Context, name: str | None) -> object:
     """Return the value of an option for the log, wherever it stood; None without one."""
     return context.meta.get(f"{_META}{name}")
-
-
-def _with_variables(parameters: list[click.Parameter], command: Command | Group) -> list[click.Parameter]:
-    """Name the variable of each option by what people write: ROLLOUTCTL_LOG_SHOW_FROM for `log show --from`.
-
-    By the command alone: an option keeps its variable, and some contexts know nothing of the groups above.
-    """
-    prefix = _prefix(command)
-    for option in parameters:
-        if isinstance(option, click.Option) and "--help" in option.opts:
-            option.allow_from_autoenv = False
-        elif isinstance(option, click.Option) and option.allow_from_autoenv:
-            written = max(option.opts, key=len).lstrip("-").replace("-", "_").upper()
-            option.envvar = option.envvar or f"{prefix}_{written}"
-            option.show_envvar = True
-    return parameters
-
-
-def _prefix(command: Command | Group) -> str:
-    """What the variables of a command begin with."""
-    above = "ROLLOUTCTL" if command.within is None else _prefix(command.within)
-    return f"{above}_{command.name}".replace("-", "_").upper()
-
-
-def _divided(words: list[str], options: Iterable[click.Parameter]) -> tuple[list[str], list[str]]:
-    """Divide the words before a command's name into those of these options, and the others."""
-    flags = {name: option.is_flag for option in options if isinstance(option, click.Option) for name in option.opts}
-    own: list[str] = []
-    others: list[str] = []
-    rest = iter(words)
-    for word in rest:
-        name = word.partition("=")[0]
-        mine = name in flags or re.fullmatch("-[vqh]+", word) is not None
-        (own if mine else others).append(word)
-        if mine and name == word and not flags.get(name, True):
-            own += [value for value in (next(rest, None),) if value is not None]
-    return own, others
 
 
 # --- values -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`rolloutctl conform`: an acceptance test of an engine's adapter, or of a server, by what the engine then does."""
+"""`rolloutctl conform`: an acceptance test of an engine's backend, or of a server, by what the engine then does."""
 
 import inspect
 import tempfile
@@ -15,10 +15,10 @@ from rich.table import Table
 from controlplane.cli import interrupt
 from controlplane.cli.command_line import Command, api_key_file
 from controlplane.cli.tables import Screen
-from schemas.errors import ConfigError, EngineError
+from schemas.errors import ConfigError, ExtraMissing
 from schemas.formatting import markup
 from schemas.identity import Identity
-from workers.conformance.bench import GenerationClient, Setup, opened, serves_others
+from workers.conformance.engine_under_test import GenerationClient, Setup, opened, serves_others
 from workers.conformance.kit import Kit, Row
 from workers.engine import Engine
 from workers.engines.factory import EngineOptions, make_engine
@@ -28,8 +28,8 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 COLOURS = {"passed": "green", "failed": "red", "not offered": "yellow"}
 
 
-@click.command(cls=Command, short_help="Test an engine's adapter, or a server, by its effects.")
-@click.option("--engine", "name", required=True, help="As for `agent`: a name, or MODULE:CLASS.")
+@click.command(cls=Command, short_help="Test an engine's backend, or a server, by its effects.")
+@click.option("--engine", "name", required=True, help="Name of a backend, as for `agent`, or MODULE:CLASS.")
 @click.option("--url", help="Address of the engine's server.")
 @api_key_file
 @click.option("--checkpoints", type=_FOLDER, default=".", help="Root of the checkpoints.  [default: .]")
@@ -40,8 +40,16 @@ COLOURS = {"passed": "green", "failed": "red", "not offered": "yellow"}
     help="A checkpoint of its model, relative to --checkpoints. Give two, with different weights.",
 )
 @click.option("--traces", type=_FOLDER, default="traces", show_default=True, help="Folder for traces.")
-@click.option("--up-within", type=click.FloatRange(0), default=10.0, show_default=True, help="Seconds to be ready.")
-@click.option("--yes", is_flag=True, help="The engine is nobody's: it may be paused, loaded and put to sleep.")
+@click.option(
+    "--up-within",
+    type=click.FloatRange(0),
+    default=10.0,
+    show_default=True,
+    help="Seconds that the engine may take to be ready.",
+)
+@click.option(
+    "--yes", is_flag=True, help="Confirm that the engine is not in use: it may be paused, loaded and put to sleep."
+)
 def conform(
     name: str,
     url: str | None,
@@ -60,7 +68,7 @@ def conform(
     Exit codes: 0 all that is offered works; 1 something is wrong; 2 bad usage; 3 the engine can't be reached.
 
     \b
-    An adapter of your own, which has a method `generate` for this test:
+    A backend of your own, which has a method `generate` for this test:
       rolloutctl conform --engine mine:Engine --checkpoints ckpt --load a --load b --yes
     A server:
       rolloutctl conform --engine vllm --url http://127.0.0.1:8000 --checkpoints ckpt --load a --load b --yes
@@ -89,10 +97,10 @@ async def _run(engine: Engine, client: GenerationClient, setup: Setup, told: boo
     async with opened(engine, setup.up_within_s) as observed:
         if not told:
             busy = await serves_others(engine)
-            state = "serves requests now" if busy else "may be somebody's"
+            state = "serves requests now" if busy else "may be in use"
             raise ConfigError(
                 f"{observed.engine} {state}, and this test pauses it, aborts its requests, loads other weights and "
-                "releases its memory. Say --yes if it is nobody's."
+                "releases its memory. Say --yes if it is not in use."
             )
         async with anyio.create_task_group() as tasks:
             rows = await Kit(engine, client, setup, tasks).run(_tell)
@@ -113,36 +121,36 @@ def _two_checkpoints(paths: tuple[str, ...]) -> tuple[str, str] | None:
 
 
 def _tiny_checkpoints(folder: Path) -> tuple[Path, tuple[str, str]]:
-    """Write two checkpoints of the tiny engine's model. Raises EngineError without torch."""
+    """Write two checkpoints of the tiny engine's model. Raises ExtraMissing without torch."""
     try:
         from workers.engines.tiny.model import TinyConfig, TinyModel, save
     except ModuleNotFoundError as error:
-        raise EngineError(f"the tiny engine needs {error.name}: pip install 'rolloutctl[torch]'") from error
+        raise ExtraMissing(f"the tiny engine needs {error.name}", "torch") from error
     for seed in (1, 2):
         save(TinyModel(TinyConfig(), seed), folder / str(seed))
     return folder, ("1", "2")
 
 
 def _client(name: str, options: EngineOptions, engine: Engine) -> GenerationClient:
-    """The client of a server; for any other engine, what its adapter brings along."""
+    """The client of a server; for any other engine, what its backend brings along."""
     if name in ("vllm", "sglang"):
+        from workers.conformance.server_client import ServerClient
         from workers.engines.api_key import api_key
-        from workers.engines.generation import ServerClient
 
         return ServerClient(name, options.url or "", api_key(options.key_file))
-    return _AdapterClient(name, engine)
+    return _BackendClient(name, engine)
 
 
-class _AdapterClient:
-    """What an adapter has for this test, beside the calls of an agent."""
+class _BackendClient:
+    """What a backend has for this test, beside the calls of an agent."""
 
     def __init__(self, name: str, engine: Any) -> None:
         self._generate: Any = getattr(engine, "generate", None)
         self._memory: Any = getattr(engine, "memory_bytes", None)
         if not inspect.isasyncgenfunction(self._generate):
             raise ConfigError(
-                f"--engine {name}: nothing can be judged without tokens. Give the adapter an async generator "
-                "`async def generate(self, prompt, max_tokens)` that yields greedy tokens. See docs/adapters.md."
+                f"--engine {name}: nothing can be judged without tokens. Give the backend an async generator "
+                "`async def generate(self, prompt, max_tokens)` that yields greedy tokens. See docs/backends.md."
             )
 
     def generate(self, prompt: Sequence[int], max_tokens: int) -> AsyncIterator[int]:

@@ -22,18 +22,18 @@ import click
 from msgspec.structs import replace
 
 from controlplane.cli.command_line import Command
-from controlplane.cli.reducers import replay_log
-from controlplane.cli.tables import Screen, command_table, skip_table
+from controlplane.cli.replay_log import replay_log
+from controlplane.cli.tables import Screen
 from controlplane.machine.events import Conclude
 from controlplane.plane import ControlPlane
 from controlplane.record.log import RunLog
-from schemas.carriers.keys import KEY_FILE_VARIABLE, KEY_VARIABLE, KEYS_VARIABLE
 from schemas.commands import ProfilePlan
 from schemas.config import BusConfig
-from schemas.errors import AgentError, ConfigError, EngineError
+from schemas.errors import AgentError, ConfigError, ExtraMissing
 from schemas.formatting import count_outcomes, markup, one_line
 from schemas.profiler.config import ProfilerConfig, read_config
 from schemas.reports import Report
+from schemas.transport.keys import KEY_FILE_VARIABLE, KEY_VARIABLE, KEYS_VARIABLE
 
 REPLICAS: Final = 2
 NODES: Final = 2
@@ -42,8 +42,6 @@ STEPS: Final = 20
 ENGINE_SEED: Final = 1000
 """Of the engines' first weights. They differ from the trainer's, or the digests would prove nothing."""
 EXIT_TIMEOUT_S: Final = 120.0
-WIDE: Final = 110
-"""Columns of a terminal that has room for the reasons of skips beside each command."""
 
 
 @click.command(cls=Command, short_help="Train a small model on four agents, on this machine, and replay the log.")
@@ -61,7 +59,7 @@ def demo(out: Path | None, steps: int, seed: int, fault: Literal["kill-agent"] |
     every step its new weights reach them over the bus. Two steps are profiled. At the end the log is replayed.
     """
     if find_spec("torch") is None or find_spec("safetensors") is None:
-        raise EngineError("the demo trains a model and needs torch: pip install 'rolloutctl[torch]'")
+        raise ExtraMissing("the demo trains a model and needs torch", "torch")
     out = (out or Path("rolloutctl-demo") / time.strftime("%Y%m%d-%H%M%S")).absolute()
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty: give --out a folder that does not exist yet")
@@ -124,10 +122,8 @@ def _summarize(screen: Screen, out: Path, rewards: list[float]) -> None:
     reports.sort(key=lambda report: report.seq)
     conclusions = [outcome.conclusion for report in reports for outcome in report.outcomes]
     screen.print()
-    wide = screen.width >= WIDE or not screen.is_terminal
-    screen.show(command_table(reports, with_skips=wide))
-    if not wide:
-        screen.show(skip_table(reports))
+    for report in reports:
+        screen.print(report if report.failed or report.missing else report.headline, soft_wrap=True, markup=False)
     # After `make demo` the program is in a virtual environment, and not on the PATH.
     program = "rolloutctl" if shutil.which("rolloutctl") else _shown(Path(sys.executable).with_name("rolloutctl"))
     for line in (

@@ -7,9 +7,11 @@ from this model, so the reward rises only if the engines really get the new weig
 """
 
 import itertools
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -151,17 +153,27 @@ class Training:
         """Raise EngineError unless every engine holds the trainer's weights, by the digest of all their bytes."""
         expected = digest(weights(self._model))
         for engine in self._engines:
-            held = engine.weights()
+            held = engine.describe()
             if (held.version, held.digest) != (self._version, expected):
                 raise EngineError(
-                    f"the engine at {engine.address} holds version {held.version} ({held.digest[:16]}), the trainer's "
-                    f"is version {self._version} ({expected[:16]})"
+                    f"the engine at {engine.address} holds version {held.version} ({str(held.digest)[:16]}), "
+                    f"the trainer's is version {self._version} ({expected[:16]})"
                 )
+
+
+class _Bar(Progress):
+    def stop(self) -> None:
+        """End the bar. It gives the terminal back before its last line is written: no line of the log comes between."""
+        with ExitStack() as stack:
+            for handler in logging.root.handlers:
+                handler.acquire()
+                stack.callback(handler.release)
+            super().stop()
 
 
 def _progress(screen: Screen) -> Progress:
     """A bar over the training steps, with the reward beside it."""
-    return Progress(
+    return _Bar(
         "[bold]training[/bold]",
         BarColumn(bar_width=28),
         MofNCompleteColumn(),

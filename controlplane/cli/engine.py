@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import click
-import msgspec
 
 from controlplane.cli import interrupt
 from controlplane.cli.command_line import Group, api_key_file
 from controlplane.cli.tables import Screen, probe_table
+from schemas.formatting import json_text
 
 
 @click.group(cls=Group)
@@ -29,7 +29,7 @@ def probe(url: str, api_key_file: Path | None, as_json: bool) -> None:
 
     found = interrupt.run(probe_server, url, api_key(api_key_file))
     if as_json:
-        click.echo(msgspec.json.encode(found))
+        click.echo(json_text(found))
     else:
         Screen().show(probe_table(found))
     if found.tokenizer != "present":

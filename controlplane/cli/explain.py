@@ -1,6 +1,7 @@
 """`rolloutctl profile explain`: print a profiling configuration, and what follows from it. Contacts no bus."""
 
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 
 import click
@@ -12,7 +13,6 @@ from schemas.formatting import one_line
 from schemas.identity import GPUS_PER_NODE_MAX, NODES_MAX, ROLLOUT, Identity
 from schemas.profiler.config import ConfigReading, ProfilerConfig, read_verl_config
 from schemas.profiler.settings import Layout, RankUnit
-from schemas.profiler.yaml_format import ranges
 from schemas.selection import ENGINE_TOOLS, trace_directory
 
 STEP, UNIT = 987_654_321, 987_654_322
@@ -92,4 +92,8 @@ def _directory(role: str, plan: ProfilePlan, root: str) -> str:
 
 def _listed(numbers: Iterable[int]) -> str:
     """`0, 4` or `1, 5-8`."""
-    return ", ".join(map(str, ranges(numbers)))
+    items: list[str] = []
+    for _, pairs in groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in pairs]
+        items += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+    return ", ".join(items)

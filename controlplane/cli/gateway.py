@@ -12,26 +12,39 @@ from controlplane.cli.command_line import RUN_HELP, Command, api_key_file, metri
 from controlplane.cli.interrupt import end_soon
 from controlplane.plane import ControlPlane
 from schemas.config import TIMEOUT_MAX_S
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, ExtraMissing
 from schemas.identity import REPLICAS_MAX
 
 _PATH = click.Path(path_type=Path)
 TOKEN_VARIABLE = "ROLLOUTCTL_GATEWAY_TOKEN"
 
 
-@click.command(cls=Command, short_help="Answer a trainer's posts to its engines, by commands on the bus.")
-@click.option("--bus", default="tcp://127.0.0.1:5555", show_default=True, help="Address where agents connect.")
+@click.command(
+    cls=Command,
+    short_help="Answer a trainer's posts to its engines, by commands on the bus.",
+    context_settings={"auto_envvar_prefix": "ROLLOUTCTL_GATEWAY"},
+)
+@click.option("--address", default="tcp://127.0.0.1:5555", show_default=True, help="Where agents connect.")
 @click.option("--log", type=_PATH, default="run.db", show_default=True, help="File of the run's log.")
 @click.option("--run", metavar="new|resume|ID", help=RUN_HELP)
 @click.option("--keys", type=_PATH, envvar="ROLLOUTCTL_KEYS", help="Folder of the bus's keys.")
-@click.option("--replicas", type=click.IntRange(1, REPLICAS_MAX), help="Their number.  [default: that of --engine]")
-@click.option("--engine", "engines", multiple=True, metavar="URL", help="Server of replica 0; again for 1, 2 …")
+@click.option(
+    "--replicas", type=click.IntRange(1, REPLICAS_MAX), help="Number of replicas.  [default: that of --engine]"
+)
+@click.option("--engine", multiple=True, metavar="URL", help="Server of replica 0; again for 1, 2 …")
 @api_key_file
 @click.option("--checkpoints", type=_PATH, default=".", help="Folder above all checkpoints that the trainer writes.")
-@click.option("--listen", default="127.0.0.1:8400", show_default=True, metavar="HOST:PORT", help="For the trainer.")
-@click.option("--ports", is_flag=True, help="A port for each replica, the next ones, and not a path.")
-@click.option("--token-file", type=_PATH, help=f"What clients must send.  [default: {TOKEN_VARIABLE}]")
-@click.option("--insecure", is_flag=True, help="Let other machines in, without a token or without keys.")
+@click.option(
+    "--listen", default="127.0.0.1:8400", show_default=True, metavar="HOST:PORT", help="Where the trainer posts."
+)
+@click.option(
+    "--ports", is_flag=True, help="Give each replica a port of its own, counting up from --listen, instead of a path."
+)
+@click.option(
+    "--token-file", type=_PATH, help=f"File with the token that clients must send.  [default: {TOKEN_VARIABLE}]"
+)
+@click.option("--insecure", is_flag=True, help="Allow a --listen that other machines can reach, without a token.")
+@click.option("--insecure-bus", is_flag=True, help="Allow an --address that other machines can reach, without keys.")
 @click.option(
     "--timeout",
     type=click.FloatRange(1, TIMEOUT_MAX_S),
@@ -41,41 +54,42 @@ TOKEN_VARIABLE = "ROLLOUTCTL_GATEWAY_TOKEN"
 )
 @metrics_port
 def gateway(
-    bus: str, log: Path, run: str | None, keys: Path | None, listen: str, insecure: bool, **options: Any
+    address: str, log: Path, run: str | None, keys: Path | None, listen: str, insecure_bus: bool, **options: Any
 ) -> None:
     """Stand between a trainer and its engines: prime-rl, SkyRL, slime, miles, AReaL.
 
     Each replica has a base URL here. The trainer's posts to all of them become one command on the bus: an update moves
     the whole fleet to the new checkpoint, or none of it. Requests for tokens are passed on. Agents run beside the
-    engines as usual, and connect to --bus.
+    engines as usual, and connect to --address.
 
     \b
       rolloutctl gateway --checkpoints /data/run --engine http://node0:8000 --engine http://node1:8000
     """
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
-        raise ConfigError("the gateway needs a web server: pip install 'rolloutctl[gateway]'")
+        raise ExtraMissing("the gateway needs a web server", "gateway")
     from controlplane.trainers.gateway.service import Gateway
     from workers.engines.api_key import api_key
 
-    count = options["replicas"] or len(options["engines"])
+    count = options["replicas"] or len(options["engine"])
     if not count:
         raise ConfigError("name the server of each replica with --engine URL, or their number with --replicas.")
     host, _, port = listen.rpartition(":")
     if not (host and port.isdecimal() and int(port) < 65536):
         raise ConfigError(f"--listen is {listen!r}, and must be HOST:PORT, such as 127.0.0.1:8400.")
-    plane = ControlPlane(bus, log=log, run=run, checkpoints=options["checkpoints"], keys=keys, insecure=insecure)
+    checkpoints = options["checkpoints"]
+    plane = ControlPlane(address, log=log, run=run, checkpoints=checkpoints, keys=keys, insecure=insecure_bus)
     with plane:
         served = Gateway(
             plane,
             replicas=count,
-            checkpoints=options["checkpoints"],
-            engines=options["engines"],
+            checkpoints=checkpoints,
+            engines=options["engine"],
             engine_key=api_key(options["api_key_file"]),
             host=host.strip("[]"),
             port=int(port),
             ports=options["ports"],
             token=api_key(options["token_file"], TOKEN_VARIABLE),
-            insecure=insecure,
+            insecure=options["insecure"],
             timeout_s=options["timeout"],
         )
         if options["metrics_port"] is not None:

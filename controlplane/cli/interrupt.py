@@ -57,14 +57,18 @@ def end_soon(code: int = CODE) -> None:
 
 
 def leave_soon(code: int) -> None:
-    """End the process with this code after the grace time, unless it is the program of somebody who calls a command."""
+    """End the process with this code after the grace time, unless it is a user's program that calls a command."""
     if _installed.is_set():
         end_soon(code)
 
 
 def leave_if_asked(code: int) -> None:
-    """End the process if Ctrl-C asked for it and all is closed. With torch, the interpreter's own end takes seconds."""
+    """End the process if Ctrl-C asked for it and all is closed. With torch, the interpreter's own end takes seconds.
+
+    A child that is still there was started while the interrupt arrived, and is in no list yet: it ends as well.
+    """
     if _pending.is_set():
+        _kill_children()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -128,8 +132,12 @@ def _end(code: int) -> NoReturn:
     with contextlib.suppress(Exception):
         sys.stderr.write("rolloutctl: ended without waiting for what was under way\n")
         sys.stderr.flush()
+    _kill_children()
+    os._exit(code)
+
+
+def _kill_children() -> None:
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 child.kill()
-    os._exit(code)

@@ -8,18 +8,19 @@ import msgspec
 from controlplane.bus.key_folder import AllowedKey, KeyFolder, Place
 from controlplane.cli.command_line import Group
 from controlplane.machine.permissions import KeyRole
-from schemas.carriers.keys import KeyName
 from schemas.errors import ConfigError
-from schemas.formatting import one_line
+from schemas.formatting import json_text, one_line
+from schemas.transport.keys import KeyName
 
 _folder = click.option(
-    "--folder",
+    "--keys",
+    "folder",
     envvar="ROLLOUTCTL_KEYS",
     type=click.Path(file_okay=False, path_type=Path),
     default="keys",
     show_default=True,
     callback=lambda _, __, path: KeyFolder(path),
-    help="The keys of the bus, on the trainer's machine.",
+    help="Folder of the bus's keys, on the trainer's machine.",
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _finish = click.option("--finish", is_flag=True, help="End it: from now on only the new key is accepted.")
@@ -32,7 +33,7 @@ def keys() -> None:
     \b
     A bus that other machines reach, and one node that may be replica 0:
       rolloutctl keys new node-a --place 0
-      scp keys/issued/node-a.key node-a:          # then: rolloutctl agent --keys node-a.key …
+      scp keys/issued/node-a.key node-a:          # then: rolloutctl agent --key node-a.key …
       ControlPlane("tcp://0.0.0.0:5555", keys="keys", …)
     """
 
@@ -40,7 +41,13 @@ def keys() -> None:
 @keys.command(short_help="Make keys; the first time, also the bus's own.")
 @_folder
 @click.argument("names", nargs=-1, required=True)
-@click.option("--role", type=click.Choice(["agent", "operator", "observer"]), default="agent", show_default=True)
+@click.option(
+    "--role",
+    type=click.Choice(["agent", "operator", "observer"]),
+    default="agent",
+    show_default=True,
+    help="What the key may do.",
+)
 @click.option("--place", "places", multiple=True, metavar="P", help="Agents that it may be: 0, 0.1, actor or actor.3.")
 @click.option("--fleet", is_flag=True, help="An agent's key for any place: one key for the whole fleet.")
 def new(folder: KeyFolder, names: tuple[str, ...], role: KeyRole, places: tuple[str, ...], fleet: bool) -> None:
@@ -70,7 +77,7 @@ def list_keys(folder: KeyFolder, as_json: bool) -> None:
     servers = folder.servers()
     allowed, revoked = folder.keys()
     if as_json:
-        click.echo(msgspec.json.encode({"servers": servers, "allowed": allowed, "revoked": revoked}))
+        click.echo(json_text({"servers": servers, "allowed": allowed, "revoked": revoked}))
         return
     click.echo(f"bus  {servers[0]}" + "".join(f"\nnext {server}" for server in servers[1:]))
     for key in allowed:

@@ -7,22 +7,21 @@ from pathlib import Path
 from typing import Final
 
 import click
-import msgspec
 from msgspec.structs import asdict
 
+from controlplane.analysis.invariants import verify
+from controlplane.analysis.log_lines import format_decision, json_line
 from controlplane.cli.command_line import Group, note_problem
-from controlplane.cli.journals import agent_of_journal, follow_journal, is_journal, walk_journal
-from controlplane.cli.reducers import replay_file
-from controlplane.cli.retention import archive, export, prune
+from controlplane.cli.journals import agent_of_journal, is_journal, walk_journal
+from controlplane.cli.replay_log import replay_file
+from controlplane.cli.retention import archive, prune
 from controlplane.machine.coordinator import LOGIC
 from controlplane.record.entries import LogEntry, LogItem, LogMark
 from controlplane.record.follow import follow
-from controlplane.record.invariants import verify
 from controlplane.record.log import RunLog
-from controlplane.record.log_lines import format_decision, json_line
 from controlplane.record.marks import MarkChecker
 from schemas.errors import LogCorrupt, ReplayDiffers
-from schemas.formatting import format_list, one_line, printable
+from schemas.formatting import format_list, json_text, one_line, printable
 from schemas.identity import NUMBER_MAX
 from schemas.logs import time_with_zone
 from schemas.profiler.conversion import did_you_mean
@@ -48,7 +47,8 @@ def log() -> None:
 def show(file: Path, as_json: bool, agent: str | None, kind: str | None, start: int, following: bool) -> None:
     """Print what each agent and the coordinator saw and decided, in the order of the log."""
     shown, agents, kinds = 0, set[str](), set[str]()
-    for entry in _follow(file, start) if following else _read(file, start):
+    wait = partial(threading.Event().wait, FOLLOW_S)
+    for entry in follow(file, start, wait) if following else _read(file, start):
         agents.add(entry.agent or "bus")
         kinds.add(entry.kind)
         if agent not in (None, entry.agent or "bus") or kind not in (None, entry.kind):
@@ -65,17 +65,6 @@ def _read(file: Path, start: int) -> Iterator[LogEntry]:
     if not is_journal(file):
         return RunLog.read(file, start)
     return (entry for entry in walk_journal(file, start) if isinstance(entry, LogEntry))
-
-
-def _follow(file: Path, start: int) -> Iterator[LogEntry]:
-    wait = partial(threading.Event().wait, FOLLOW_S)
-
-    def tell(what: str) -> None:
-        click.echo(one_line(f"rolloutctl: {file} was replaced: from here on, {what}"), err=True)
-
-    if is_journal(file):
-        return follow_journal(file, start, wait, lambda: tell("the journal of another run"))
-    return follow(file, start, wait, lambda run: tell(f"run {run}"))
 
 
 def _why_nothing(file: Path, start: int, agent: str | None, agents: set[str], kind: str | None, kinds: set[str]) -> str:
@@ -107,7 +96,7 @@ def verify_command(file: Path, as_json: bool) -> None:
         note_problem()
     if as_json:
         result = {**names, "records": reading.records, "damage": damage, "violations": found}
-        click.echo(msgspec.json.encode(result))
+        click.echo(json_text(result))
     else:
         for violation in found:
             click.echo(one_line(str(violation)))
@@ -165,14 +154,14 @@ def replay_command(file: Path, as_json: bool) -> None:
     try:
         replayed = replay_file(file)
     except ReplayDiffers as difference:
-        result = msgspec.json.encode({"same": False, "difference": str(difference)})
+        result = json_text({"same": False, "difference": str(difference)})
         click.echo(result if as_json else printable(str(difference)))
         click.get_current_context().exit(1)
     if as_json:
-        click.echo(msgspec.json.encode({"same": True, **asdict(replayed)}))
+        click.echo(json_text({"same": True, **asdict(replayed)}))
     elif is_journal(file):
-        who = f"{replayed.compared} decisions of agent {agent_of_journal(file)}"
-        click.echo(one_line(f"replayed {who}: all are the same (state {replayed.state[:16]})"))
+        what = f"{replayed.compared} decisions of agent {agent_of_journal(file)}"
+        click.echo(one_line(f"replayed {what}: all are the same (state {replayed.state[:16]})"))
     else:
         click.echo(str(replayed))
 
@@ -182,5 +171,5 @@ def _line(entry: LogEntry) -> str:
     return f"{entry.position:>7}  {moment}  {entry.agent or 'bus':<6} {format_decision(entry)}"
 
 
-for command in (prune, archive, export):
+for command in (prune, archive):
     log.add_command(command)

@@ -1,4 +1,4 @@
-"""`rolloutctl observe`: the bus of a run that somebody else drives. It records what observing agents see."""
+"""`rolloutctl observe`: the bus of a run that another trainer drives. It records what observing agents see."""
 
 import signal
 from pathlib import Path
@@ -19,11 +19,15 @@ _SECONDS = click.FloatRange(0.001, TIMEOUT_MAX_S)
 _DEFAULT = ObservePolicy()
 
 
-@click.command(cls=Command, short_help="Record a run that somebody else drives, and change nothing.")
+@click.command(
+    cls=Command,
+    short_help="Record a run that another trainer drives, and change nothing.",
+    context_settings={"auto_envvar_prefix": "ROLLOUTCTL_OBSERVE"},
+)
 @click.option("--address", required=True, help="Where observing agents connect, tcp://HOST:PORT.")
 @click.option("--log", type=_PATH, required=True, help="File of the log; created, or continued.")
 @click.option("--run", metavar="new|resume|ID", help=RUN_HELP)
-@click.option("--keys", type=_PATH, envvar="ROLLOUTCTL_KEYS", help="Folder made by `rolloutctl keys`.")
+@click.option("--keys", type=_PATH, envvar="ROLLOUTCTL_KEYS", help="Folder of the bus's keys.")
 @click.option("--insecure", is_flag=True, help="Allow an address that other machines can reach, without keys.")
 @click.option(
     "--torn-after",
@@ -58,7 +62,7 @@ def observe(
     profiling_after: float,
     metrics_port: str | None,
 ) -> None:
-    """Record what the engines of a run do that somebody else drives. Agents join with `rolloutctl agent --observe`.
+    """Record what the engines of a run do that another trainer drives. Agents join with `rolloutctl agent --observe`.
 
     Nothing is ever asked of an engine but what it is: an agent that would command its engine is turned away. What went
     wrong is found by `rolloutctl log verify` and shown by `rolloutctl report`, also while this runs. It ends on SIGTERM

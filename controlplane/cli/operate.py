@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import click
-import msgspec
 
 from controlplane.bus.operator import ask_status, submit
 from controlplane.bus.operator import retire as ask_retire
@@ -17,17 +16,16 @@ from controlplane.cli import interrupt
 from controlplane.cli.command_line import Command, Group, note_problem, parse_numbers, read_numbers
 from controlplane.cli.explain import explain
 from controlplane.cli.tables import Screen, fleet_table
-from controlplane.cli.watch import watch
-from schemas.carriers.keys import KeySource
-from schemas.commands import EngineCommand, ProfileCommand, ProfilePlan, Target, Window
+from schemas.commands import AdapterDrop, AdapterRequest, EngineCommand, ProfileCommand, ProfilePlan, Target, Window
 from schemas.config import TIMEOUT_MAX_S
 from schemas.errors import CommandError, ConfigError
-from schemas.formatting import format_agents, format_duration, format_replicas, one_line
+from schemas.formatting import format_agents, format_replicas, json_text, one_line
 from schemas.identity import NUMBER_MAX, ROLLOUT, Tag, identity_of
 from schemas.outcomes import Acted, Reason, Skipped
 from schemas.profiler.config import ProfilerConfig, read_config
 from schemas.profiler.conversion import did_you_mean
 from schemas.reports import INSECURE, FleetStatus, Report, SyncReport
+from schemas.transport.keys import KeySource
 
 bus_option = click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help="Address of the bus, tcp://HOST:PORT.")
 keys_option = click.option(
@@ -36,22 +34,23 @@ keys_option = click.option(
     type=click.Path(dir_okay=False, path_type=Path),
     envvar="ROLLOUTCTL_KEY_FILE",
     callback=lambda context, option, path: KeySource.find(path),
-    help="File with an operator's key, or an observer's for `status`.",
+    help="File with your key; an observer's may only read.",
 )
 _SECONDS = click.FloatRange(0.01, TIMEOUT_MAX_S)
 _STEP = click.IntRange(0, NUMBER_MAX)
 NO_AGENTS: Final = "no agent has joined this run: start one beside each node, with `rolloutctl agent --bus …`"
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_wait = click.option("--timeout", type=_SECONDS, default=5.0, show_default=True, help="Seconds to wait for an answer.")
 
 
-def _publishes(build: Callable[..., ProfileCommand | EngineCommand]) -> Callable[..., None]:
+def _publishes(build: Callable[..., ProfileCommand | EngineCommand | AdapterDrop]) -> Callable[..., None]:
     """Turn a function that builds a command into one that publishes it and prints its report."""
 
     @bus_option
     @keys_option
     @_json
     @click.option("--replicas", callback=read_numbers, metavar="N,N-N…", help="Only these, e.g. 0,2-5.  [default: all]")
-    @click.option("--timeout", type=_SECONDS, default=30.0, show_default=True, help="Seconds.")
+    @click.option("--timeout", type=_SECONDS, default=30.0, show_default=True, help="Seconds to wait for the answers.")
     @wraps(build)
     def run(
         bus: str,
@@ -89,8 +88,8 @@ def _complaints(report: Report, replicas: frozenset[int] | None, ranks: frozense
     elif unknown := (replicas or frozenset()) - known:
         has = f"it has {format_replicas(known)}" if known else "it has none"
         yield f"this run has no {format_replicas(unknown)}: {has}"
-    elif report.about_nobody:
-        yield "the command was for none of the agents"
+    elif report.matched_nothing:
+        yield "the target matches no agent"
     reasons = [each.conclusion.reason if isinstance(each.conclusion, Skipped) else "" for each in report.outcomes]
     if ranks and Reason.RANK_NOT_SELECTED in reasons and all(reasons):
         yield f"--ranks {','.join(map(str, sorted(ranks)))} selected none of the agents"
@@ -98,7 +97,7 @@ def _complaints(report: Report, replicas: frozenset[int] | None, ranks: frozense
 
 def _print(report: Report | SyncReport, as_json: bool) -> None:
     if as_json:
-        click.echo(msgspec.json.encode(report))
+        click.echo(json_text(report))
     else:
         Screen().print(report, soft_wrap=True, highlight=False)
 
@@ -107,29 +106,42 @@ def _print(report: Report | SyncReport, as_json: bool) -> None:
 @bus_option
 @keys_option
 @_json
-@click.option("--timeout", type=_SECONDS, default=5.0, show_default=True, help="Seconds to wait.")
-@click.option(
-    "-w",
-    "--watch",
-    "every",
-    type=click.FloatRange(0.1, 3600),
-    is_flag=False,
-    flag_value=2.0,
-    metavar="[SECONDS]",
-    help="Go on, and print what changes; look this often.  [2 without a number]",
-)
-def status(bus: str, keys: KeySource | None, as_json: bool, timeout: float, every: float | None) -> None:
+@_wait
+def status(bus: str, keys: KeySource | None, as_json: bool, timeout: float) -> None:
     """Show the fleet of a running bus."""
-    if every is not None:
-        interrupt.run(partial(watch, bus, timeout, keys, every, as_json))
     fleet: FleetStatus = interrupt.run(partial(ask_status, bus, timeout, keys))
     if as_json:
-        click.echo(msgspec.json.encode(fleet))
+        click.echo(json_text(fleet))
     else:
         _print_fleet(fleet)
     if not fleet.agents:
         click.echo(f"rolloutctl: {NO_AGENTS}", err=True)
         click.get_current_context().exit(1)
+
+
+@click.command(cls=Command, short_help="Show what waits for which agents.")
+@bus_option
+@keys_option
+@_json
+@_wait
+def stall(bus: str, keys: KeySource | None, as_json: bool, timeout: float) -> None:
+    """Show what waits for which agents, and what each of them is doing: `status` without agents that are well.
+
+    Exits with 0 if nothing waits, with 1 if something does.
+    """
+    fleet: FleetStatus = interrupt.run(partial(ask_status, bus, timeout, keys))
+    stalled = fleet.stalled
+    waits = bool(stalled.agents or stalled.open or stalled.warnings)
+    if waits or not fleet.agents:
+        note_problem()
+    if as_json:
+        click.echo(json_text(stalled))
+    elif waits:
+        _print_fleet(stalled)
+    elif fleet.agents:
+        click.echo("nothing waits")
+    if not fleet.agents:
+        click.echo(f"rolloutctl: {NO_AGENTS}", err=True)
 
 
 def _print_fleet(fleet: FleetStatus) -> None:
@@ -140,11 +152,10 @@ def _print_fleet(fleet: FleetStatus) -> None:
     for line in fleet.warnings:
         console.print(one_line(line), style="red", soft_wrap=True, highlight=False, markup=False)
     console.show(fleet_table(fleet))
-    for line in fleet.open:
+    for line in fleet.open_lines:
         console.print(one_line(f"open: {line}"), soft_wrap=True, highlight=False, markup=False)
     for failure in fleet.failures:
-        text = one_line(f"{format_duration(failure.ago_ms)} ago: {failure.text}")
-        console.print(text, style="red", soft_wrap=True, highlight=False, markup=False)
+        console.print(one_line(failure.line), style="red", soft_wrap=True, highlight=False, markup=False)
 
 
 @click.command(cls=Command, short_help="Take replicas or agents out of the run for good.")
@@ -165,7 +176,7 @@ def retire(bus: str, keys: KeySource | None, as_json: bool, places: tuple[str, .
         fleet = interrupt.run(partial(ask_status, bus, keys=keys))
         raise CommandError(f"{error}{_known_places(named, fleet)}") from None
     if as_json:
-        click.echo(msgspec.json.encode(fleet))
+        click.echo(json_text(fleet))
     else:
         Screen().print(fleet, soft_wrap=True, highlight=False)
 
@@ -220,9 +231,15 @@ def profile() -> None:
     help="GPUs, by global rank, whose replicas take part.  [default: all]",
 )
 @click.option("--window", type=(_STEP, click.IntRange(1, NUMBER_MAX)), help="Forward steps to record: START END.")
-@click.option("--activity", "activities", multiple=True, type=click.Choice(["cpu", "cuda", "memory"]))
-@click.option("--with-stack", is_flag=True)
-@click.option("--record-shapes", is_flag=True)
+@click.option(
+    "--activity",
+    "activities",
+    multiple=True,
+    type=click.Choice(["cpu", "cuda", "memory"]),
+    help="What to record; repeatable.  [default: cpu]",
+)
+@click.option("--with-stack", is_flag=True, help="Record Python stacks.")
+@click.option("--record-shapes", is_flag=True, help="Record the shapes of operator inputs.")
 @click.option("--force", is_flag=True, help="Take over a session that the trainer has open.")
 @_config
 @_publishes
@@ -270,13 +287,12 @@ def profile_collect(step: int) -> ProfileCommand:
 
 
 @profile.command("check")
-@click.option("--step", type=_STEP, default=0, help="Has no effect: the check ignores the steps.")
 @_config
 @_publishes
-def profile_check(step: int, config: ProfilerConfig | None) -> ProfileCommand:
+def profile_check(config: ProfilerConfig | None) -> ProfileCommand:
     """Ask every agent whether it could record the plan. Nothing is started."""
     config = config or ProfilerConfig()
-    return ProfileCommand(action="check", step=step, plan=config.plan, roles=config.roles)
+    return ProfileCommand(action="check", step=0, plan=config.plan, roles=config.roles)
 
 
 profile.add_command(explain)
@@ -284,11 +300,23 @@ profile.add_command(explain)
 
 # --- engines ----------------------------------------------------------------------------------------------------------
 
-_tags = click.option("--tag", "tags", multiple=True, type=click.Choice(["weights", "kv_cache"]), help="[default: both]")
+_tags = click.option(
+    "--tag",
+    "tags",
+    multiple=True,
+    type=click.Choice(["weights", "kv_cache"]),
+    help="Part of the memory; again for the other.  [default: both]",
+)
 
 
 @click.command(cls=Command, short_help="Stop generating.")
-@click.option("--in-flight", type=click.Choice(["abort", "wait", "keep"]), default="abort", show_default=True)
+@click.option(
+    "--in-flight",
+    type=click.Choice(["abort", "wait", "keep"]),
+    default="abort",
+    show_default=True,
+    help="What happens to running requests: abort them, wait for them, or keep them frozen.",
+)
 @_publishes
 def pause(in_flight: Any) -> EngineCommand:
     """Stop generating. Running requests are aborted, completed, or kept to be continued."""
@@ -308,21 +336,45 @@ abort = _operation("abort", "Abort all running requests.")
 @bus_option
 @keys_option
 @_json
-@click.option("--version", type=click.IntRange(1, NUMBER_MAX), help="Of the weights.  [default: the next of the run]")
+@click.option(
+    "--version", type=click.IntRange(1, NUMBER_MAX), help="Version of the weights.  [default: the next of the run]"
+)
 @click.option("--timeout", type=_SECONDS, default=600.0, show_default=True, help="Seconds for each phase.")
+@click.option("--adapter", metavar="NAME", help="PATH is a version of this LoRA adapter: nothing is paused.")
+@click.option("--keep", type=click.IntRange(1, 64), help="Versions of the adapter to hold.  [default: 2]")
 @click.argument("path")
-def sync(bus: str, keys: KeySource | None, as_json: bool, version: int | None, timeout: float, path: str) -> None:
+def sync(
+    bus: str,
+    keys: KeySource | None,
+    as_json: bool,
+    version: int | None,
+    timeout: float,
+    adapter: str | None,
+    keep: int | None,
+    path: str,
+) -> None:
     """Bring the fleet to a checkpoint, all replicas together or none. PATH is relative to the trainer's checkpoints.
 
     Refused while the trainer has a sync open. A trainer that numbers its versions itself must go on above this one.
     Exits with 1 unless the new weights were committed.
     """
-    report: SyncReport = interrupt.run(partial(ask_sync, bus, path, version, timeout, keys))
+    if keep is not None and adapter is None:
+        raise ConfigError("--keep is about versions of an adapter: name it with --adapter.")
+    asked = AdapterRequest(name=adapter, keep=keep or 2) if adapter is not None else None
+    report: SyncReport = interrupt.run(partial(ask_sync, bus, path, version, timeout, keys, asked))
     if report.status != "committed":
         note_problem()
     _print(report, as_json)
     if report.status == "aborted" and not any(phase.outcomes for phase in report.phases):
         click.echo(f"rolloutctl: {NO_AGENTS}", err=True)
+
+
+@click.command(cls=Command, short_help="Have replicas hold no version of a LoRA adapter.")
+@click.argument("name")
+@_publishes
+def drop_adapter(name: str) -> AdapterDrop:
+    """Have replicas hold no version of a LoRA adapter any more. Each is unloaded once no request runs on it."""
+    return AdapterDrop(name=name)
 
 
 @click.command(cls=Command)

@@ -9,12 +9,12 @@ from typing import TextIO
 import click
 
 from controlplane.cli.command_line import Command
-from controlplane.record.atomic_write import atomic_write, check_destination
 from controlplane.record.log import RunLog
 from controlplane.report.collect import collect
 from controlplane.report.page import write_page
 from schemas.errors import ConfigError
 from schemas.formatting import one_line, printable
+from schemas.storage.atomic_write import atomic_write, check_destination
 
 
 @click.command(cls=Command, short_help="Write one page about a recorded run.")

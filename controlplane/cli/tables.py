@@ -1,7 +1,5 @@
-"""What commands print on: tables of the fleet, of a run's commands (for the demo), and of an engine server."""
+"""What commands print on: tables of the fleet, and of an engine server."""
 
-from collections import Counter
-from collections.abc import Sequence
 from io import StringIO
 from typing import TYPE_CHECKING, Final
 
@@ -9,10 +7,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from schemas.formatting import describe, format_agents, kind_and_reason, markup
+from schemas.formatting import markup
 from schemas.identity import Operation
-from schemas.outcomes import Missing
-from schemas.reports import AgentLine, FleetStatus, Report
+from schemas.reports import AgentLine, FleetStatus
 
 if TYPE_CHECKING:
     from workers.engines.probe import Probed
@@ -69,51 +66,6 @@ def fleet_table(fleet: FleetStatus) -> Table:
 def _condition(agent: AgentLine) -> str:
     text = markup(f"{agent.condition}{agent.in_flight}")
     return f"[red]{text}[/red]" if agent.in_trouble else text
-
-
-def command_table(reports: Sequence[Report], *, with_skips: bool = True) -> Table:
-    """Return the commands in order: who acted, who skipped and why, who failed or is missing, and how long it took."""
-    table = Table(title="Every command of the run", title_justify="left", header_style="bold", box=SIMPLE_HEAD)
-    names = ("seq", "command", "acted", *(("skipped",) if with_skips else ()), "failed", "slowest")
-    for name in names:
-        table.add_column(name, justify="right" if name in ("seq", "slowest") else "left", overflow="fold")
-        table.columns[-1].no_wrap = name in ("seq", "command", "slowest")
-    for report in reports:
-        answered = [outcome.latency_us for outcome in report.outcomes if not isinstance(outcome.conclusion, Missing)]
-        troubles = _by_reason(report, "failed", "missing")
-        table.add_row(
-            *(str(report.seq), describe(report.command), format_agents(report.acted) or "-"),
-            *((_by_reason(report, "skipped"),) if with_skips else ()),
-            troubles if troubles == "-" else f"[red]{troubles}[/red]",
-            f"{max(answered) / 1000:.1f} ms" if answered else "-",
-        )
-    return table
-
-
-def skip_table(reports: Sequence[Report]) -> Table:
-    """Return who skipped commands and why, for a terminal that has no room for that beside each command."""
-    counts: Counter[tuple[str, str]] = Counter()
-    for report in reports:
-        reasons: dict[str, list[str]] = {}
-        for outcome in report.outcomes:
-            kind, reason = kind_and_reason(outcome.conclusion)
-            if kind == "skipped":
-                reasons.setdefault(reason, []).append(outcome.agent)
-        counts.update((reason, format_agents(agents)) for reason, agents in reasons.items())
-    table = Table(title="Skipped, and why", title_justify="left", header_style="bold", box=SIMPLE_HEAD)
-    for name in ("skipped", "agents", "commands"):
-        table.add_column(name, justify="right" if name == "commands" else "left", overflow="fold")
-    for (reason, agents), count in counts.most_common():
-        table.add_row(reason, agents, str(count))
-    return table
-
-
-def _by_reason(report: Report, *kinds: str) -> str:
-    agents: dict[tuple[str, str], list[str]] = {}
-    for outcome in report.outcomes:
-        agents.setdefault(kind_and_reason(outcome.conclusion), []).append(outcome.agent)
-    texts = [f"{format_agents(names)} {reason}" for (kind, reason), names in sorted(agents.items()) if kind in kinds]
-    return "; ".join(texts) or "-"
 
 
 def probe_table(probed: "Probed") -> Table:

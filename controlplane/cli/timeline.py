@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import click
-import msgspec
 
 from controlplane.cli.command_line import Command
 from controlplane.timeline.perfetto import write_timeline
-from schemas.formatting import one_line, printable
+from schemas.formatting import json_text, one_line, printable
 
 
 @click.command(cls=Command, short_help="Merge a run and its traces into one file for Perfetto.")
@@ -51,7 +50,7 @@ def timeline(
     searched = None if no_traces else roots or ((beside,) if beside.is_dir() else ())
     written = write_timeline(file, out, searched, force=force, say=lambda text: click.echo(printable(text), err=True))
     if as_json:
-        click.echo(msgspec.json.encode(written))
+        click.echo(json_text(written))
     else:
         for line in (*written.clocks, *(f"warning: {warning}" for warning in written.warnings)):
             click.echo(one_line(str(line)))

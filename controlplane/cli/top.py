@@ -22,10 +22,10 @@ from controlplane.cli.command_line import Command
 from controlplane.cli.operate import bus_option, keys_option
 from controlplane.cli.tables import Screen
 from controlplane.cli.top_screen import Confirmed, TopView, keys_in, press, summary_of, top_screen
-from schemas.carriers.keys import KeySource
 from schemas.commands import Checkpoint
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.reports import FleetStatus, Report, SyncReport
+from schemas.transport.keys import KeySource
 
 TIMEOUT_S: Final = 30.0
 """For the agents' answers to a command, as for the commands of the command line."""
@@ -35,7 +35,9 @@ _LEAVE_SCREEN: Final = "\x1b[?1049l\x1b[?25h"
 @click.command(cls=Command, short_help="Watch the fleet, and drive it by single keys.")
 @bus_option
 @keys_option
-@click.option("--every", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Seconds.")
+@click.option(
+    "--every", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Seconds between two looks."
+)
 def top(bus: str, keys: KeySource | None, every: float) -> None:
     """Show the fleet of a running bus, live: agents in trouble first, open commands, and the last failures.
 
@@ -43,7 +45,7 @@ def top(bus: str, keys: KeySource | None, every: float) -> None:
     Each command asks before it is sent. An observer's key only looks. q ends.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()) or Screen().is_dumb_terminal:
-        raise ConfigError("top needs a terminal. Into a pipe or a file, `rolloutctl status --watch` prints lines")
+        raise ConfigError("top needs a terminal. Into a pipe or a file, `rolloutctl status` prints lines")
     fleet: FleetStatus = interrupt.run(partial(ask_status, bus, keys=keys))
     with _keys_at_once(sys.stdin.fileno()):
         code = interrupt.run(_Top(bus, keys, every, fleet).run)

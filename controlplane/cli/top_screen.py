@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from schemas.commands import Checkpoint, EngineCommand, ProfileCommand, ProfilePlan, Target
-from schemas.formatting import format_duration, one_line
+from schemas.formatting import one_line
 from schemas.identity import NUMBER_MAX, ROLLOUT, identity_of
 from schemas.reports import INSECURE, AgentLine, FleetStatus, Report, SyncReport
 
@@ -154,8 +154,8 @@ def summary_of(report: Report | SyncReport) -> tuple[tuple[str, ...], bool]:
     more = [f"  … {len(lines) - LINES_MAX + 1} more lines"] if len(lines) > LINES_MAX else []
     shown = lines[: LINES_MAX - len(more)]
     if isinstance(report, SyncReport):
-        return (*shown, *more), report.status != "committed" or bool(report.quarantined)
-    return (*shown, *more), bool(report.failed or report.missing or report.about_nobody)
+        return (*shown, *more), report.status != "committed" or report.flawed
+    return (*shown, *more), bool(report.failed or report.missing or report.matched_nothing)
 
 
 # --- the screen -------------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def top_screen(fleet: FleetStatus, view: TopView, width: int, height: int) -> Gr
     foot += [_line(_asked(view), "bold yellow")] if view.question is not None else []
     foot += [_line(_keys_line(fleet, view, width), "reverse")]
     room = height - len(head) - len(foot) - 1
-    lists = [*_selected_lines(fleet, view, width), *_open_lines(fleet), *_failure_lines(fleet)]
+    lists = [*_selected_lines(fleet, view, width), *_adapter_lines(fleet), *_open_lines(fleet), *_failure_lines(fleet)]
     lists = lists[: max(0, room - min(len(fleet.agents), ROWS_MIN))]
     table, rows = _agents(fleet, view, width, max(1, room - len(lists)))
     return Group(*head, table, *lists, *[Text("")] * (room - rows - len(lists)), *foot)
@@ -180,23 +180,23 @@ def top_screen(fleet: FleetStatus, view: TopView, width: int, height: int) -> Gr
 def _headline(fleet: FleetStatus) -> str:
     troubled = sum(line.in_trouble for line in fleet.agents)
     state = f", {troubled} in trouble" if troubled else ""
-    where = f"run {fleet.run}, epoch {fleet.epoch}, seq {fleet.seq}, weights v{fleet.version}"
-    return f"{where}, {len(fleet.agents)} agent{'' if len(fleet.agents) == 1 else 's'}{state}"
+    agents = f"{len(fleet.agents)} agent{'' if len(fleet.agents) == 1 else 's'}{state}"
+    return f"{agents}, {fleet.weights}, run {fleet.run}, epoch {fleet.epoch}, seq {fleet.seq}"
 
 
 def _asked(view: TopView) -> str:
-    who = "all replicas" if view.replica is None else f"replica {view.replica}"
+    target = "all replicas" if view.replica is None else f"replica {view.replica}"
     match view.question:
         case "pause":
-            return f"pause {who} (running requests are aborted)?  Enter: yes, other keys: no"
+            return f"pause {target} (running requests are aborted)?  Enter: yes, other keys: no"
         case "sync":
             return f"sync all replicas to the checkpoint: {view.typed}_  Enter: yes, Esc: no"
         case "profile start":
-            return f"profile {who} as step {view.typed}_  Enter: yes, digits: another step, other keys: no"
+            return f"profile {target} as step {view.typed}_  Enter: yes, digits: another step, other keys: no"
         case "profile stop":
-            return f"stop profiling {who}, step {view.typed}?  Enter: yes, other keys: no"
+            return f"stop profiling {target}, step {view.typed}?  Enter: yes, other keys: no"
         case question:
-            return f"{question} {who}?  Enter: yes, other keys: no"
+            return f"{question} {target}?  Enter: yes, other keys: no"
 
 
 def _keys_line(fleet: FleetStatus, view: TopView, width: int) -> str:
@@ -217,12 +217,16 @@ def _selected_lines(fleet: FleetStatus, view: TopView, width: int) -> list[Text]
     return _list(texts, "bold", 2 * LINES_MAX)
 
 
+def _adapter_lines(fleet: FleetStatus) -> list[Text]:
+    return _list([f"adapter {adapter.line}" for adapter in fleet.adapters], "cyan")
+
+
 def _open_lines(fleet: FleetStatus) -> list[Text]:
-    return _list([f"open: {text}" for text in fleet.open], "yellow")
+    return _list([f"open: {text}" for text in fleet.open_lines], "yellow")
 
 
 def _failure_lines(fleet: FleetStatus) -> list[Text]:
-    return _list([f"{format_duration(each.ago_ms)} ago: {each.text}" for each in fleet.failures], "red")
+    return _list([each.line for each in fleet.failures], "red")
 
 
 def _list(texts: list[str], style: str, lines_max: int = LINES_MAX) -> list[Text]:

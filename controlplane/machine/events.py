@@ -8,16 +8,17 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from schemas.commands import Command, Manifest, Source, Target
+from schemas.agent_status import AgentStatus
+from schemas.commands import AdapterRequest, Command, Manifest, Source, Target
 from schemas.config import ObservePolicy
 from schemas.identity import Count, InFlight, Milliseconds, Name, Port, Positive, Text
 from schemas.outcomes import Outcome
-from schemas.reports import AgentStatus, Report, SyncReport
+from schemas.reports import Report, SyncReport
 from schemas.wire import Downward, Envelope, Hello
 
 Peer = Annotated[str, Meta(max_length=255)]
-Absent = Literal["leave", "wait"]
-"""What a sync does about replicas that are known to be unable to answer: leave them out, or wait for them."""
+OnUnreachable = Literal["skip", "wait"]
+"""What a sync does about replicas that are known to be unable to answer: skip them, or wait for them."""
 
 
 class CoordinatorSettings(Struct, frozen=True, kw_only=True):
@@ -73,9 +74,10 @@ class SyncRequested(Struct, frozen=True, kw_only=True, tag="sync_requested"):
         version: None for the next of the run: one more than the newest that was ever requested.
         quorum: Replicas that must load; None for more than half.
         timeout_ms: For each phase.
-        absent: Whether a phase waits for replicas whose engines are known to be down, though it has its quorum.
-        prepare: Ticket of the prepare phase, if the trainer asks for each phase; None if they follow by themselves.
+        on_unreachable: Whether a phase waits for replicas whose engines are known to be down, though it has its quorum.
         operator: It is an operator's.
+        sends: The trainer sends the weights itself, and says so when it has (`SendReturned`).
+        adapter: The LoRA adapter that it is a version of; None for base weights.
     """
 
     at_us: int
@@ -88,24 +90,10 @@ class SyncRequested(Struct, frozen=True, kw_only=True, tag="sync_requested"):
     quorum: Positive | None
     target: Target
     timeout_ms: Milliseconds
-    absent: Absent = "leave"
-    prepare: Positive | None = None
+    on_unreachable: OnUnreachable = "skip"
     operator: bool = False
-
-
-class PhaseRequested(Struct, frozen=True, kw_only=True, tag="phase_requested"):
-    """The trainer asks for the next phase of a sync, or gives the sync up.
-
-    Attributes:
-        ticket: For the report of the phase.
-        sync: Ticket of the sync.
-    """
-
-    at_us: int
-    at_ns: int
-    ticket: Positive
-    sync: Positive
-    phase: Literal["load", "commit", "abort"]
+    sends: bool = False
+    adapter: AdapterRequest | None = None
 
 
 class RetireRequested(Struct, frozen=True, kw_only=True, tag="retire_requested"):
@@ -231,7 +219,7 @@ class Closed(Struct, frozen=True, kw_only=True, tag="closed"):
 
 
 PeerEvent = HelloReceived | JoinReceived | StatusReceived | ResendRequested | PeerLost
-CallerEvent = Issued | SyncRequested | PhaseRequested | RetireRequested | SendFailed | SendReturned
+CallerEvent = Issued | SyncRequested | RetireRequested | SendFailed | SendReturned
 CoordinatorEvent = Opened | CallerEvent | PeerEvent | AnswersReceived | TimerFired | Closed
 
 # --- effects ----------------------------------------------------------------------------------------------------------
@@ -268,7 +256,7 @@ class Conclude(Struct, frozen=True, kw_only=True, tag="conclude"):
     """A command or a sync has ended: every agent of its fleet has an outcome.
 
     Attributes:
-        ticket: None if nobody waits for it.
+        ticket: None if no caller waits for it.
     """
 
     ticket: Positive | None

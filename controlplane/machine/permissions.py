@@ -9,7 +9,7 @@ from typing import Final, Literal
 from msgspec import Struct
 
 from schemas import wire
-from schemas.reports import AgentStatus
+from schemas.agent_status import AgentStatus
 
 KeyRole = Literal["agent", "operator", "observer"]
 """`agent` joins the fleet, `operator` reads the status, publishes commands and syncs weights, `observer` only reads."""
@@ -26,7 +26,7 @@ MAY_SEND: Final[dict[KeyRole, tuple[type, ...]]] = {
     "operator": (wire.StatusRequest, wire.Submit, wire.SyncRequest, wire.Retire),
     "observer": (wire.StatusRequest,),
 }
-"""Messages that each role may send. Whoever holds any valid key may also subscribe."""
+"""Messages that each role may send. Every valid key may also subscribe."""
 
 
 class Grant(Struct, frozen=True, kw_only=True):

@@ -52,7 +52,9 @@ def commands_before(config: ProfilerConfig, session: int | None, step: int) -> t
     """Return the commands before the work of `step`.
 
     Args:
+        config: What is profiled.
         session: First step of the session that is open, if any.
+        step: Global training step.
     """
     selected = selected_steps(config)
     covered = range(session + 1, step + 1) if session is not None else ()
@@ -100,6 +102,7 @@ def finish_command(config: ProfilerConfig, opened: Iterable[int]) -> ProfileComm
     """Return the command that follows the last session; None if no plan wants anything done.
 
     Args:
+        config: What was profiled.
         opened: Sessions that this trainer opened. Those that an earlier trainer of the run opened are added.
     """
     opened_here = frozenset(opened)
@@ -116,22 +119,22 @@ def _command(action: Literal["check", "start", "stop"], step: int, config: Profi
     return ProfileCommand(action=action, step=step, plan=config.plan, roles=config.roles)
 
 
-# --- whom the configuration names -------------------------------------------------------------------------------------
+# --- what the configuration names -------------------------------------------------------------------------------------
 
 
 def ranks_absent(config: ProfilerConfig, fleet: Iterable[Identity]) -> frozenset[int]:
-    """Return global ranks and replicas that the configuration selects, and that nobody in the fleet has."""
+    """Return global ranks and replicas that the configuration selects, and that no agent in the fleet has."""
     identities = tuple(fleet)
     absent: set[int] = set()
     for role, plan in ((ROLLOUT, config.plan), *config.roles.items()):
         members = [identity for identity in identities if identity.role == role]
         if plan.enabled and members:
-            absent |= _owned_by_nobody(plan.ranks or frozenset(), members)
+            absent |= _without_owner(plan.ranks or frozenset(), members)
             absent |= (plan.replicas or frozenset()) - {member.replica for member in members}
     return frozenset(absent)
 
 
-def _owned_by_nobody(ranks: frozenset[int], members: Iterable[Identity]) -> frozenset[int]:
+def _without_owner(ranks: frozenset[int], members: Iterable[Identity]) -> frozenset[int]:
     """The ranks without an owner. Replicas may be large and many, so their ranks are not counted out one by one."""
     ordered = sorted(ranks)
     owned: set[int] = set()
@@ -141,7 +144,7 @@ def _owned_by_nobody(ranks: frozenset[int], members: Iterable[Identity]) -> froz
 
 
 def roles_absent(config: ProfilerConfig, fleet: Iterable[Identity]) -> list[str]:
-    """Return roles to profile that nobody in the fleet has. No report would name them, not even as skipped."""
+    """Return roles to profile that no agent in the fleet has. No report would name them, not even as skipped."""
     present = {identity.role for identity in fleet}
     plans = {ROLLOUT: config.plan, **config.roles} if config.plan.tool in ENGINE_TOOLS else config.roles
     return [role for role, plan in plans.items() if plan.enabled and role not in present]

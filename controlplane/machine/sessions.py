@@ -8,9 +8,8 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
+from controlplane.machine.coordinator_state import CoordinatorState, OpenCommand
 from controlplane.machine.events import Issued
-from controlplane.machine.fleet import CoordinatorState, OpenCommand
-from controlplane.machine.tables import with_entries
 from schemas.commands import ProfileCommand
 from schemas.desired import requested_session
 from schemas.formatting import format_replicas
@@ -40,7 +39,7 @@ def refused_start(state: CoordinatorState, event: Issued) -> str:
     )
 
 
-def session_after(state: CoordinatorState, event: Issued) -> int | None:
+def trainer_session_after(state: CoordinatorState, event: Issued) -> int | None:
     """Return the step of the trainer's session that is open after a command, if any."""
     match event.command:
         case ProfileCommand(action="start", step=step):
@@ -66,7 +65,7 @@ def withdraw_failed_session(
         if session is None:
             continue
         if session == requested_session(command.command, identity) and not _asked_again(state, command, identity):
-            desired = with_entries(desired, {unit: replace(desired[unit], profile=None)})
+            desired = {**desired, unit: replace(desired[unit], profile=None)}
     return state if desired is state.desired else replace(state, desired=desired)
 
 

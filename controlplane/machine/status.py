@@ -1,23 +1,21 @@
 """The fleet as one message, for people and programs that watch it. Pure."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Final
 
-from controlplane.machine.fleet import CoordinatorState, OpenCommand
-from controlplane.machine.members import Member
-from controlplane.machine.membership import speaks_for_replica
-from controlplane.machine.serving import away_ms, proven_replicas
-from controlplane.machine.tables import as_dict
+from controlplane.machine.adapters import adapter_statuses
+from controlplane.machine.coordinator_state import CoordinatorState, Member, OpenCommand
+from controlplane.machine.replicas import away_ms, is_primary, proven_replicas
+from controlplane.machine.stops import stopped_replicas
+from schemas.desired import Desired
 from schemas.formatting import describe, format_agents
 from schemas.identity import identity_of
-from schemas.reports import AgentLine, FleetStatus, HeldSync, PendingCommand
+from schemas.reports import AgentLine, FleetStatus
 
 OPEN_MAX: Final = 64
 """Open commands that a status names, the oldest first."""
-LINES_AT_ONCE: Final = 256
-"""Agents that one step describes."""
 WAITS_FOR_MAX: Final = 4
 """Commands that a status names for one agent."""
 
@@ -30,31 +28,10 @@ def fleet_status(
     latencies_us: Mapping[str, int] = MappingProxyType({}),
     wall_ns: int | None = None,
 ) -> FleetStatus:
-    """Return the fleet at one moment. The arguments are those of `status_steps`."""
-    return finished(status_steps(state, now_us, log, last_heard_us, latencies_us, wall_ns))
-
-
-def finished(steps: Generator[None, None, FleetStatus]) -> FleetStatus:
-    """Take all steps at once."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            fleet: FleetStatus = end.value
-            return fleet
-
-
-def status_steps(
-    state: CoordinatorState,
-    now_us: int,
-    log: str,
-    last_heard_us: Mapping[str, int],
-    latencies_us: Mapping[str, int],
-    wall_ns: int | None = None,
-) -> Generator[None, None, FleetStatus]:
-    """Return the steps that make the status of a fleet, of at most two milliseconds each. They return it.
+    """Return the fleet at one moment.
 
     Args:
+        state: What the coordinator knows.
         now_us: Monotonic clock of the bus.
         log: Path of the run's log.
         last_heard_us: When each peer last sent a message, on the same clock. The bus's inbox keeps it.
@@ -62,9 +39,8 @@ def status_steps(
         wall_ns: Wall clock of the bus; None to leave out how long engine calls have taken.
     """
     (serving, unproven), waits_for = proven_replicas(state), _waits_for(state)
-    yield
     lines: list[tuple[tuple[object, ...], AgentLine]] = []
-    for name, member in as_dict(state.members).items():
+    for name, member in state.members.items():
         replica = member.hello.identity.replica
         line = AgentLine(
             agent=name,
@@ -76,15 +52,14 @@ def status_steps(
             status=member.status,
             waits_for=tuple(waits_for.get(name, ())),
             away_ms=away_ms(member, now_us),
-            serving=serving.get(replica) if speaks_for_replica(member) else None,
+            serving=serving.get(replica) if is_primary(member) else None,
             latency_us=latencies_us.get(name),
             call_ms=_call_ms(member, wall_ns),
+            newer=_newer(member, state.desired.get(replica, state.default_desired), serving.get(replica)),
         )
         lines.append(((not _is_one_of(line, unproven), line.urgency), line))
-        if len(lines) % LINES_AT_ONCE == 0:
-            yield
     lines.sort(key=itemgetter(0))
-    yield
+    waiting = _waiting(state)
     return FleetStatus(
         run=state.run,
         epoch=state.epoch,
@@ -92,10 +67,11 @@ def status_steps(
         version=max(desired.version for desired in (state.default_desired, *state.desired.values())),
         log=log,
         agents=tuple(line for _, line in lines),
-        open=_open(state),
+        open=tuple(text for text, _ in waiting),
+        left_ms=tuple(max(0, until_us - now_us) // 1000 for _, until_us in waiting if until_us is not None),
         unproven=tuple(sorted(unproven)),
-        pending=tuple(_pending(command, now_us) for command in state.open[:OPEN_MAX]),
-        held=_held(state, now_us),
+        stopped=stopped_replicas(state),
+        adapters=tuple(adapter_statuses(state).values()),
     )
 
 
@@ -109,32 +85,40 @@ def _call_ms(member: Member, wall_ns: int | None) -> int | None:
     return max(0, wall_ns - status.clock.bus_ns(status.since_ms)) // 1_000_000
 
 
+def _newer(member: Member, desired: Desired, serving: int | None) -> str:
+    """What is known of a replica by outcomes and commands that the newest heartbeat of its primary does not say yet."""
+    status = member.status
+    if status is None or status.observed is not None or member.state != "live" or not is_primary(member):
+        return ""
+    serves = status.ready and status.generating
+    if serving is not None:
+        return "" if serves and status.version == serving else f"v{serving}, generating"
+    if not serves:
+        return ""
+    if desired.sync is not None:
+        return f"in the sync to v{desired.sync.version}"
+    if desired.quarantined:
+        return f"quarantined since v{desired.quarantined}"
+    if desired.asleep or desired.generation == "paused":
+        return f"told to {'sleep' if desired.asleep else 'pause'}"
+    return "did not carry out its last command" if member.command_acked is False else ""
+
+
 def _is_one_of(line: AgentLine, replicas: frozenset[int]) -> bool:
     return bool(replicas) and identity_of(line.agent).unit in replicas
 
 
-def _open(state: CoordinatorState) -> tuple[str, ...]:
+def _waiting(state: CoordinatorState) -> list[tuple[str, int | None]]:
+    """What is open, and when (µs) it is given up; of commands that are only counted nothing is said."""
     commands = [(command, command.waiting) for command in state.open[:OPEN_MAX]]
     named = {waiting: format_agents(waiting) for waiting in dict.fromkeys(waiting for _, waiting in commands)}
-    lines = [f"{_name(command)} waits for {named[waiting]}" for command, waiting in commands]
-    more = len(state.open) - len(lines)
-    return (*lines, f"{more} more commands") if more else tuple(lines)
-
-
-def _pending(command: OpenCommand, now_us: int) -> PendingCommand:
-    return PendingCommand(
-        name=_name(command),
-        age_ms=max(0, now_us - command.issued_us) // 1000,
-        left_ms=max(0, command.deadline_us - now_us) // 1000,
-        waiting=len(command.waiting),
-    )
-
-
-def _held(state: CoordinatorState, now_us: int) -> HeldSync | None:
-    sync = state.sync
-    if sync is None or sync.held_until_us is None:
-        return None
-    return HeldSync(version=sync.version, phase=sync.phase, left_ms=max(0, sync.held_until_us - now_us) // 1000)
+    lines: list[tuple[str, int | None]] = [
+        (f"{_name(command)} waits for {named[waiting]}", command.deadline_us) for command, waiting in commands
+    ]
+    if (sync := state.sync) is not None and sync.held_until_us is not None:
+        lines.append((f"the sync to v{sync.version} waits for the trainer to end its sending", sync.held_until_us))
+    more = len(state.open) - len(commands)
+    return [*lines, (f"{more} more commands", None)] if more else lines
 
 
 def _waits_for(state: CoordinatorState) -> dict[str, list[str]]:

@@ -15,12 +15,12 @@ import time
 import zlib
 from pathlib import Path
 
-from controlplane.record.atomic_write import atomic_write, check_destination
-from schemas.carriers import writer_lock
-from schemas.carriers.record_file import RecordFile
-from schemas.carriers.records import RecordReader
 from schemas.errors import LogCorrupt, LogError
 from schemas.logs import logger_of
+from schemas.storage import writer_lock
+from schemas.storage.atomic_write import atomic_write, check_destination
+from schemas.storage.record_file import RecordFile
+from schemas.storage.records import RecordReader
 
 logger = logger_of("log")
 
@@ -73,7 +73,7 @@ def write_archive(path: Path, out: Path, force: bool) -> int:
         raise LogError(f"the archive {out} was not written: {error.strerror or error}") from error
 
 
-def set_aside(path: Path) -> None:
+def rename_previous_log(path: Path) -> None:
     """Give the log that has this name another one, with its run's id in it; nothing if there is none.
 
     Raises:
@@ -102,7 +102,7 @@ def set_aside(path: Path) -> None:
 
 
 def _unused(path: Path, run: str) -> Path:
-    """A name beside the log that nobody has: of its run, or of its last change if that can't be read."""
+    """A name beside the log that is free: of its run, or of its last change if that can't be read."""
     if re.fullmatch(r"[\w.-]{1,100}", run) is None:
         run = time.strftime("%Y%m%d-%H%M%S", time.gmtime(path.stat().st_mtime))
     names = itertools.chain([run], (f"{run}.{number}" for number in itertools.count(2)))

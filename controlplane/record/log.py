@@ -1,4 +1,4 @@
-"""The run's log: what the coordinator and every agent decided, in one file on `schemas.carriers.records`.
+"""The run's log: what the coordinator and every agent decided, in one file on `schemas.storage.records`.
 
     header   run, created (wall clock, ns), major (of the wire protocol), logic (of the coordinator's decisions)
     records  agent is '' for the coordinator, kind is the tag of the event that was decided, the body is a
@@ -17,46 +17,52 @@ import secrets
 import time
 import zlib
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 from msgspec import MsgspecError, Struct, convert
 
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
 from controlplane.machine.events import AnswersReceived, CoordinatorEffect, CoordinatorEvent
-from controlplane.record.archive import open_records, set_aside
+from controlplane.record.archive import open_records, rename_previous_log
 from controlplane.record.bodies import (
-    BodyReader,
-    BodyWriter,
+    STATE,
+    EntryReader,
     StateBody,
     check_kind,
+    decision_body,
     decode_state_body,
     deflated,
     inflated,
+    newest_decision,
+    read_entries,
+    upload_body,
 )
 from controlplane.record.entries import AgentMark, LogEntry, LogItem, LogMark, coordinator_event_decoder
-from controlplane.record.marks import decode_mark, decode_state, mark_steps
-from schemas.carriers.database import Durability
-from schemas.carriers.record_file import RecordFile
-from schemas.carriers.records import Record, RecordReader
+from controlplane.record.marks import decode_mark, decode_state, encode_mark
 from schemas.errors import ConfigError, LogCorrupt, LogError, LogFull, WireError
+from schemas.storage.database import Durability
+from schemas.storage.record_file import RecordFile
+from schemas.storage.records import Record, RecordReader
+from schemas.wall_clock import wall_clock_ns
 from schemas.wire import DECODE_ERRORS, MAJOR, DecisionBatch, encode
 
 NUMBER_MAX: Final = 1 << 53
 """Largest number of a decision that is accepted."""
 DECISIONS: Final = "decisions"
 """Kind of the record of an upload of decisions; no event has it."""
-STATE: Final = ""
-"""Kind of the record of an agent's state; no event has it."""
 MARK_RECORDS: Final = 8192
 MARK_BYTES: Final = 16 * 1024 * 1024
 """A mark is made after this many records and answers in them, or bytes, whichever comes first: about half a second of
 folding."""
 MARK_SHARE: Final = 8
 """And after this many times the bytes of the last mark, so that marks are a small part of the file."""
+
+DROPPED_MARKS: Final = 4
+"""Records up to so many marks are dropped with one commit, so that none takes long."""
 
 
 class RunHeader(Struct, frozen=True, kw_only=True, rename={"created_ns": "created"}):
@@ -74,14 +80,6 @@ class RunHeader(Struct, frozen=True, kw_only=True, rename={"created_ns": "create
     major: int
     logic: int
     package: str = ""
-
-
-class _MarkInTheMaking(NamedTuple):
-    """A mark after the record at `position`."""
-
-    position: int
-    at_ns: int
-    steps: Generator[None, None, bytes]
 
 
 class RunLog:
@@ -104,11 +102,9 @@ class RunLog:
         self._file = file
         self._bytes_max: int | None = None
         self._age_max_s: int | None = None
-        self._bodies = BodyWriter()
         self._recorded: dict[str, dict[str, int]] = {}  # by agent and journal: number of the last recorded decision
         self._holes: dict[tuple[str, str], int] = {}  # by agent and journal: first number of a batch after a hole
         self._unmarked_records = self._unmarked_bytes = self._mark_bytes = 0  # since the newest mark; of that mark
-        self._mark: _MarkInTheMaking | None = None
 
     @classmethod
     def open(
@@ -123,9 +119,11 @@ class RunLog:
         """Create the log of a new run, or continue one.
 
         Args:
+            path: Of the file.
             run: `resume`: there must be a log, and it is continued. `new`: the log of an earlier run is kept beside the
                 new one, with its run's id in its name. Anything else is the id of a new run, or of the one that the log
                 must be of. None to continue the log if there is one, else to begin a run.
+            durability: `disk` flushes each group to the disk, `os` leaves that to the system.
             bytes_max: Drop the oldest records when the file is larger; None to keep them.
             age_max_s: Drop records that are older; None to keep them.
 
@@ -136,9 +134,9 @@ class RunLog:
         if run == "resume" and not Path(path).exists():
             raise ConfigError(f'run="resume": there is no log {path}. Nothing was created; run="new" begins a run')
         if run == "new":
-            set_aside(Path(path))
+            rename_previous_log(Path(path))
         run = None if run in ("new", "resume") else run
-        created = time.time_ns()
+        created = wall_clock_ns()
         new_run = run or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(created // 10**9))}-{secrets.token_hex(4)}"
         header = {"run": new_run, "created": str(created), "major": str(MAJOR), "logic": str(LOGIC)}
         header["package"] = _package_version()
@@ -181,25 +179,23 @@ class RunLog:
         """
         with open_records(path) as reader:
             _read_header(reader)
-            bodies = BodyReader(reader.records)
+            entries = EntryReader(reader)
             for record in reader.records(start):
-                if record.kind != STATE:
-                    yield from _entries(reader.path, record, bodies)
+                yield from entries.read(record)
 
     @staticmethod
     def walk(path: str | os.PathLike[str]) -> Iterator[LogItem]:
         """Yield all records and marks, each mark after its record. A damaged mark is yielded too. Raises as `read`."""
         with open_records(path) as reader:
             _read_header(reader)
-            marks = deque(reader.mark_positions())
-            bodies = BodyReader(reader.records)
+            marks, entries = deque(reader.mark_positions()), EntryReader(reader)
             for record in reader.records():
                 while marks and marks[0] < record.position:
                     yield _mark(reader, marks.popleft())
                 if record.kind == STATE:
                     yield from _agent_mark(record)
                 else:
-                    yield from _entries(reader.path, record, bodies)
+                    yield from entries.read(record)
             for position in marks:
                 yield _mark(reader, position)
 
@@ -216,6 +212,7 @@ class RunLog:
         What is dropped ends at a mark, so that the log begins with one and can still be replayed and continued.
 
         Args:
+            path: Of the log.
             before: Keep the records from this position on, at least.
             bytes_max: Drop as many as the file has too much.
             age_max_s: Drop records that are older.
@@ -231,12 +228,13 @@ class RunLog:
             _read_header(reader)
         with RecordFile.open(path) as file:
             first = file.first_position
-            cut = _find_cut(file, bytes_max, age_max_s, time.time_ns())
+            cut = _find_cut(file, bytes_max, age_max_s, wall_clock_ns())
             if before is not None:
                 cut = max((mark for mark in file.mark_positions() if first <= mark < before), default=None)
             if cut is None:
                 return 0
-            file.truncate_before(cut + 1)
+            file.drop_before(cut + 1)
+            file.commit()
             with suppress(LogFull):  # then the space is used for the records to come
                 file.compact()
             return cut + 1 - first
@@ -270,16 +268,16 @@ class RunLog:
         """Append one decision of the coordinator. The next `commit` writes it.
 
         Args:
+            event: What happened.
+            effects: What followed.
             at_ns: Wall clock.
             state: The coordinator after this decision, for a mark if one is due; None for no mark.
         """
-        self._go_on_with_mark()
-        body = self._bodies.coordinator(self._file.next_position, event, effects)
-        self._append(str(event.__struct_config__.tag), "", at_ns, body)
+        self._append(str(event.__struct_config__.tag), "", at_ns, decision_body(event, effects))
         if isinstance(event, AnswersReceived):
             self._unmarked_records += len(event.answers)
         if state is not None and self._mark_due():
-            self._begin_mark(state, at_ns)
+            self._append_mark(state, at_ns)
 
     def append_batch(self, agent: str, batch: DecisionBatch, at_ns: int) -> int:
         """Append those decisions of an agent that the log does not have yet. The next `commit` writes them.
@@ -308,10 +306,7 @@ class RunLog:
         except DECODE_ERRORS as error:
             raise WireError(f"a decision without a kind: {type(error).__name__}") from None
         if new:
-            first = last - len(new) + 1
-            self._go_on_with_mark()
-            body = self._bodies.batch(self._file.next_position, batch.journal, first, new)
-            self._append(DECISIONS, agent, at_ns, body)
+            self._append(DECISIONS, agent, at_ns, upload_body(batch.journal, last - len(new) + 1, new))
             if batch.state:
                 self._append(STATE, agent, at_ns, deflated(encode(StateBody(batch.journal, last, batch.state))))
             self._recorded.setdefault(agent, {})[batch.journal] = last
@@ -322,17 +317,13 @@ class RunLog:
         """Return the number of the newest decision of a journal that the log has; 0 if it has none."""
         return self._recorded.get(agent, {}).get(journal, 0)
 
-    def commit(self) -> None:
-        """Write what was appended, as one group. Raises LogFull or LogError."""
-        self._file.commit()
+    def commit(self, *, wait: bool = True) -> None:
+        """Write what was appended, as one group. Raises LogLocked, LogFull or LogError, as `RecordFile.commit`."""
+        self._file.commit(wait=wait)
 
     def close(self) -> None:
         """Write what was appended, and close, even if the writing raises. May be called twice."""
-        try:
-            while self._mark is not None:
-                self._step_mark(self._mark)
-        finally:
-            self._file.close()
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -345,39 +336,28 @@ class RunLog:
         self._unmarked_records += 1
         self._unmarked_bytes += len(body)
 
-    def _begin_mark(self, state: CoordinatorState, at_ns: int) -> None:
-        """Take the mark after the last record. It is made while records follow."""
-        self._mark = _MarkInTheMaking(self._file.next_position - 1, at_ns, mark_steps(state, self._recorded))
+    def _append_mark(self, state: CoordinatorState, at_ns: int) -> None:
+        """Append a mark after the last record, and drop what is past the limits."""
+        body = deflated(encode_mark(state, self._recorded))
+        self._file.append_mark(at_ns, body)
         self._unmarked_records = self._unmarked_bytes = 0
-        self._bodies.begin_segment()
-
-    def _go_on_with_mark(self) -> None:
-        """Take the next step of a mark in the making, one for each group."""
-        if self._mark is not None and not self._file.pending:
-            self._step_mark(self._mark)
-
-    def _step_mark(self, mark: _MarkInTheMaking) -> None:
-        try:
-            next(mark.steps)
-        except StopIteration as end:
-            body: bytes = end.value
-            self._mark, self._mark_bytes = None, len(body)
-            self._file.append_mark(mark.at_ns, body, mark.position)
-            self._drop_oldest(mark.at_ns)
+        self._mark_bytes = len(body)
+        self._drop_oldest(at_ns)
 
     def _drop_oldest(self, at_ns: int) -> None:
         """Keep to the limits. What is dropped ends at a mark, so that the log begins with one."""
-        if not self._file.removing and (cut := _find_cut(self._file, self._bytes_max, self._age_max_s, at_ns)):
-            self._file.drop_before(cut + 1)
+        if cut := _find_cut(self._file, self._bytes_max, self._age_max_s, at_ns):
+            first = self._file.first_position
+            oldest = [mark for mark in self._file.mark_positions() if mark >= first][:DROPPED_MARKS]
+            self._file.drop_before(min(cut, oldest[-1]) + 1)
 
     def _mark_due(self) -> bool:
-        if self._mark is not None or (self._unmarked_records < MARK_RECORDS and self._unmarked_bytes < MARK_BYTES):
+        if self._unmarked_records < MARK_RECORDS and self._unmarked_bytes < MARK_BYTES:
             return False
         return self._unmarked_bytes >= MARK_SHARE * self._mark_bytes
 
     def _restore(self) -> None:
         """Fold the coordinator over its own records, from the newest mark on that can be used."""
-        bodies = BodyReader(self._file.records)
         for record in self._file.records(self._begin_at_mark() + 1):
             self.folded += 1
             self._unmarked_records += 1
@@ -385,15 +365,16 @@ class RunLog:
             if record.kind == STATE:
                 continue
             try:
-                entry = bodies.entries(record)[-1]
                 if record.agent:
-                    self._recorded.setdefault(record.agent, {})[entry.journal] = entry.number
+                    journal, number = newest_decision(record)
+                    self._recorded.setdefault(record.agent, {})[journal] = number
                     continue
+                (entry,) = read_entries(record)
                 event = coordinator_event_decoder.decode(entry.event)
                 self.state, effects = decide(self.state, event)
                 if isinstance(event, AnswersReceived):
                     self._unmarked_records += len(event.answers)
-            except (MsgspecError, LogCorrupt) as error:
+            except (MsgspecError, LogCorrupt, zlib.error) as error:
                 raise _other_logic(self.path, f"record {record.position} can't be understood ({error})") from error
             if encode(effects) != entry.effects:
                 raise _other_logic(self.path, f"this version would decide otherwise in record {record.position}")
@@ -428,15 +409,8 @@ def _find_cut(file: RecordFile, bytes_max: int | None, age_max_s: int | None, no
     return max((cut for cut in cuts if cut >= first), default=None)
 
 
-def _entries(path: Path, record: Record, bodies: BodyReader) -> list[LogEntry]:
-    try:
-        return bodies.entries(record)
-    except LogCorrupt as error:
-        raise LogCorrupt(f"{path}: {error}", record.position) from error
-
-
 def _agent_mark(record: Record) -> Iterator[AgentMark]:
-    """Nothing if it can't be read: nobody depends on it."""
+    """Nothing if it can't be read: nothing depends on it."""
     with suppress(MsgspecError, zlib.error):
         body = decode_state_body(record.body)
         yield AgentMark(

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from controlplane.report.fleet_history import AgentHistory, FleetHistory
-from controlplane.report.model import Cause, CommandSummary, command_kind, without_numbers
-from schemas.formatting import is_trouble, kind_and_reason
+from controlplane.report.model import Cause, CommandSummary, command_kind
+from schemas.formatting import is_trouble, kind_and_reason, without_numbers
 from schemas.outcomes import Conclusion, Failed
 from schemas.reports import Report
 
@@ -62,7 +62,7 @@ class Causes:
                 self.dropped += 1
         cause.until_ns = now_ns
         cause.add_member(name, self._fleet.last_heard(name))
-        cause.hosts.add(agent.host)
+        cause.hosts.add(agent.member.hello.host)
         heard_ns, unanswered = self._silent.pop(name, (agent.heard_ns, None))
         if unanswered is not None and heard_ns == agent.heard_ns:
             cause.absorb(unanswered)

@@ -8,11 +8,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Final
 
+from controlplane.analysis.findings import ObservedFleet
+from controlplane.analysis.invariants import verify
+from controlplane.analysis.log_lines import format_observation
 from controlplane.machine import events as bus_events
+from controlplane.machine.coordinator_state import CoordinatorState
+from controlplane.machine.stops import stopped_replicas
 from controlplane.record.entries import LogEntry, LogItem, LogMark
-from controlplane.record.findings import ObservedFleet
-from controlplane.record.invariants import verify
-from controlplane.record.log_lines import format_observation
 from controlplane.record.marks import decode_state
 from controlplane.report.causes import Causes, explain
 from controlplane.report.fleet_history import FleetHistory
@@ -51,11 +53,13 @@ class _Collector:
     def __init__(self) -> None:
         self.report = RunReport()
         self.totals = Totals(self.report)
-        self._fleet = FleetHistory()
-        self._causes = Causes(self._fleet)
-        self._engines = _Engines(self._fleet)
-        self._observed = ObservedFleet()
         self._at_us = 0
+        self._begin(None)
+
+    def _begin(self, state: CoordinatorState | None) -> None:
+        """The log begins with this state."""
+        self._fleet, self._observed = FleetHistory(state), ObservedFleet(state)
+        self._causes, self._engines = Causes(self._fleet), _Engines(self._fleet)
 
     def pass_through(self, entries: Iterable[LogItem]) -> Iterator[LogItem]:
         """Add each entry, and yield it."""
@@ -63,7 +67,7 @@ class _Collector:
             if isinstance(entry, LogEntry):
                 self._add(entry)
             elif isinstance(entry, LogMark) and not self.report.records:
-                self._observed = ObservedFleet(decode_state(entry))
+                self._begin(decode_state(entry))
             yield entry
 
     def add_readable(self, entries: Iterator[LogItem]) -> None:
@@ -89,6 +93,7 @@ class _Collector:
             (report.unexplained if cause_of_it is None else cause_of_it.quarantines).append(quarantine)
         report.start_ns, report.end_ns, report.version = fleet.start_ns, fleet.now_ns, fleet.version
         report.agents, report.quarantines, report.replicas = fleet.agents(), fleet.quarantines, fleet.replicas()
+        report.stopped = stopped_replicas(fleet.state)
         report.calls = self._engines.calls
         observed = self._observed.replicas()
         report.observed = {identity_of(agent).replica: observed[agent] for agent in sorted(observed, key=agent_order)}
@@ -102,37 +107,26 @@ class _Collector:
                 if entry.kind in ("started", "observed", "stopping"):
                     self._observed.follow_agent(entry, entry.typed_event())  # type: ignore[arg-type]
             return
-        self._fleet.advance(entry.at_ns)
         event, effects = entry.typed_event(), entry.typed_effects()
         self._at_us = event.at_us  # type: ignore[union-attr]
         self._observed.follow_bus(entry, event, effects)  # type: ignore[arg-type]
-        self._add_event(event, effects)  # type: ignore[arg-type]
+        self._add_event(event, entry.at_ns)  # type: ignore[arg-type]
         for effect in effects:
             self._add_effect(effect)  # type: ignore[arg-type]
 
-    def _add_event(self, event: bus_events.CoordinatorEvent, effects: tuple[bus_events.CoordinatorEffect, ...]) -> None:
+    def _add_event(self, event: bus_events.CoordinatorEvent, at_ns: int) -> None:
+        lost = self._fleet.follow(event, at_ns)
         match event:
             case bus_events.Opened():
                 self.totals.end_step("the trainer ended or died here")
                 self.report.run, self.report.closed = event.run, False
                 self.report.epochs += 1
-                self._fleet.opened()
             case bus_events.Closed():
                 self.report.closed = True
-            case bus_events.HelloReceived():
-                self._fleet.hello(event, effects)
             case bus_events.JoinReceived():
-                if self._fleet.joined(event.peer):
-                    self._causes.returned(agent_of(event.peer))
-            case bus_events.StatusReceived():
-                self._fleet.status(event)
-            case bus_events.PeerLost():
-                agent = self._fleet.lost(event)
-                if agent is not None:
-                    self._causes.lost(agent, event.reason)
-            case bus_events.AnswersReceived():
-                for answer in event.answers:
-                    self._fleet.answered(answer)
+                self._causes.returned(agent_of(event.peer))
+            case bus_events.PeerLost() if lost is not None:
+                self._causes.lost(lost, event.reason)
 
     def _add_effect(self, effect: bus_events.CoordinatorEffect) -> None:
         match effect:
@@ -141,21 +135,20 @@ class _Collector:
             case bus_events.Conclude(report=Report() as report):
                 self._add_report(report)
             case bus_events.Conclude(report=SyncReport() as sync):
-                if sync.status == "committed":
-                    self._fleet.committed(sync)
-                flawed = sync.status == "aborted" or bool(sync.quarantined or sync.unproven)
-                self.totals.end_step(sync.headline, flawed=flawed)
+                self._fleet.concluded(sync)
+                if sync.status == "aborted":
+                    self.totals.aborted(sync.headline, self._fleet.now_ns)
+                self.totals.end_step(sync.headline, flawed=sync.flawed)
             case bus_events.Refuse():
                 self.totals.refused(effect.reason, self._fleet.now_ns)
 
     def _add_published(self, effect: bus_events.Publish) -> None:
         command, target = decode_command(effect.envelope.body), effect.envelope.target
-        whom = "all" if target.replicas is None else format_replicas(target.replicas)
-        summary = CommandSummary(seq=effect.seq, at_ns=self._fleet.now_ns, text=describe(command), target=whom)
+        aim = "all" if target.replicas is None else format_replicas(target.replicas)
+        summary = CommandSummary(seq=effect.seq, at_ns=self._fleet.now_ns, text=describe(command), target=aim)
         self.totals.published(command, summary, self._at_us, self._unsynced_title())
         if isinstance(command, WeightSync):
             summary.version = command.version
-            self._fleet.sync_published(command)
 
     def _unsynced_title(self) -> str:
         return f"after weights v{self._fleet.version}" if self._fleet.version else "before any weight sync"

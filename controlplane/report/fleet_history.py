@@ -1,22 +1,23 @@
 """The fleet over a run: which agents were in it and when, and what was wrong with each replica. Pure.
 
-A replica's state is taken from what its primary sent to the bus (outcomes and heartbeats) and what the bus sent to it.
-So it is on one clock, and known even where the agents' own records are missing from the log.
+Each event of the log is decided again by the coordinator's own machine, whose state says which agents are in the fleet
+and what they reported. Only what that state forgets is kept here: times, losses, earlier incarnations, past problems.
 """
-
-from collections.abc import Iterable
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from controlplane.machine.events import CoordinatorEffect, HelloReceived, PeerAnswer, PeerLost, Send, StatusReceived
-from schemas.commands import WeightSync
+from controlplane.machine import events
+from controlplane.machine.coordinator import decide
+from controlplane.machine.coordinator_state import ALIVE, CoordinatorState, Member
+from controlplane.machine.replicas import is_engine_down, is_primary
+from controlplane.machine.status import fleet_status
+from schemas.desired import Desired
 from schemas.events import Observation
 from schemas.formatting import agent_order
-from schemas.identity import ROLLOUT, Identity, agent_of
-from schemas.outcomes import Acted, Conclusion, Failed, Missing
-from schemas.reports import AgentLine, AgentStatus, SyncReport
-from schemas.wire import Welcome
+from schemas.identity import agent_of
+from schemas.outcomes import Conclusion, Failed, Missing
+from schemas.reports import AgentLine, SyncReport
 
 MAX_LOSSES = 20
 """Losses that are listed per agent."""
@@ -28,54 +29,57 @@ class AgentHistory(Struct, kw_only=True):
     """One agent: while the log is read, and then at the end of the log.
 
     Attributes:
-        peer: Its newest connection.
-        status: Its last heartbeat, updated by the outcomes after it; it arrived at `heard_ns`.
-        fresh: This incarnation has not joined yet.
+        member: As the coordinator last knew it.
+        line: As `rolloutctl status` shows it, at the end.
+        heard_ns: When its last message arrived.
         since_ns: When it joined, while it is in the fleet.
-        lives: Number of its incarnations, without one that only found out that the run is another than its journal's.
+        lives: Number of its incarnations that joined.
         instance: Of its engine, when that was last seen up.
         launches: How often its engine was seen up as another instance than before.
         fleet_ns: Time in the fleet.
         losses: When (ns) and why it was lost; `losses_count` counts all.
-        membership: joining, live, gone or left.
-        condition: Its condition at the end, in a few words; `bad` if something is wrong with it.
         failed, missing: Numbers of commands.
     """
 
     agent: str
-    identity: Identity
-    host: str
-    pid: int
-    peer: str
-    incarnation: str
-    status: AgentStatus | None = None
+    member: Member
+    line: AgentLine | None = None
     heard_ns: int = 0
-    fresh: bool = True
     since_ns: int | None = None
-    engine: str = ""
-    lives: int = 1
+    lives: int = 0
     instance: str = ""
     launches: int = 0
     fleet_ns: int = 0
     losses: list[tuple[int, str]] = []
     losses_count: int = 0
-    membership: str = "joining"
-    condition: str = ""
-    bad: bool = False
     failed: int = 0
     missing: int = 0
 
     @property
+    def condition(self) -> str:
+        """Its condition at the end, in a few words."""
+        return self.line.condition if self.line is not None else self.member.state
+
+    @property
+    def bad(self) -> bool:
+        """Whether something is wrong with it at the end."""
+        line, member = self.line, self.member
+        return member.state != "left" and (line is None or line.in_trouble or member.status is None)
+
+    @property
     def healthy(self) -> bool:
         """Whether it never had a problem."""
-        problems = self.losses_count + self.failed + self.missing + self.launches + self.lives - 1
-        return not self.bad and problems == 0
+        return not (self.bad or self.losses_count or self.failed or self.missing or self.launches or self.lives > 1)
+
+    def count_time(self, live: bool, now_ns: int) -> None:
+        """Add the time in the fleet up to now, and go on counting if it is live."""
+        self.fleet_ns += now_ns - (now_ns if self.since_ns is None else self.since_ns)
+        self.since_ns = now_ns if live else None
 
     @property
     def unready(self) -> bool:
-        """Whether it is in the fleet, and last reported that its engine is not as desired."""
-        status = self.status
-        return status is not None and not (status.ready or status.held) and self.membership in ("joining", "live")
+        """Whether it is in the fleet, and its engine is not as desired."""
+        return self.member.state in ALIVE and self.line is not None and self.line.in_trouble
 
 
 class Quarantine(Struct, kw_only=True):
@@ -95,13 +99,11 @@ class ReplicaHistory(Struct, kw_only=True):
     """One replica over the run. Its conditions are `out` of service, `gone`, `behind` the fleet, and `paused`.
 
     Attributes:
-        version: What its engine holds; None while it is not in the fleet, or has not reported it.
-        latest: The last known version.
+        latest: The last version that its engine is known to have held.
         since_ns: Conditions that hold now.
         totals_ns: How long each held; `spans` has the first of them (condition, begin, end) without pauses.
     """
 
-    version: int | None = None
     latest: int | None = None
     since_ns: dict[str, int] = {}
     totals_ns: dict[str, int] = {}
@@ -126,133 +128,48 @@ class ReplicaHistory(Struct, kw_only=True):
 
 
 class FleetHistory:
-    """Follows what the bus heard from its agents.
+    """Follows the coordinator.
 
     Attributes:
+        state: Of the coordinator, after the newest event.
         start_ns, now_ns: First and newest moment, wall clock.
         version: The committed one.
         quarantines: All of them, in order.
     """
 
-    def __init__(self) -> None:
-        self.start_ns = self.now_ns = self.version = 0
-        self._begun = False
+    def __init__(self, begin: CoordinatorState | None = None) -> None:
+        self.state = begin or CoordinatorState()
+        self.start_ns = self.now_ns = 0
+        self.version = self.state.default_desired.version
         self.quarantines: list[Quarantine] = []
-        self._quarantined: dict[int, Quarantine] = {}
-        self._agents: dict[str, AgentHistory] = {}
+        self._at_us = 0
+        self._out: dict[int, Quarantine] = {}
+        self._agents = {name: AgentHistory(agent=name, member=member) for name, member in self.state.members.items()}
         self._replicas: dict[int, ReplicaHistory] = {}
 
-    # --- events -------------------------------------------------------------------------------------------------------
+    def follow(self, event: events.CoordinatorEvent, at_ns: int) -> AgentHistory | None:
+        """Note an event. A wall clock that was set back counts as standing still. Returns an agent that was lost."""
+        self.now_ns, self._at_us = max(self.now_ns, at_ns) if self.start_ns else at_ns, event.at_us
+        self.start_ns = self.start_ns or at_ns
+        before = self.state
+        self.state, _ = decide(before, event)
+        senders = _senders(event)
+        if isinstance(event, events.AnswersReceived | events.JoinReceived | events.StatusReceived):
+            for agent in (self._agents[name] for name in senders if name in self._agents):
+                agent.heard_ns = self.now_ns
+        everything = self.state.desired is not before.desired or isinstance(event, events.Opened)
+        lost = [self._look(name, event) for name in dict.fromkeys((*senders, *(self._agents if everything else ())))]
+        return next(filter(None, lost), None)
 
-    def advance(self, at_ns: int) -> None:
-        """Advance the time. A clock that was set back counts as standing still."""
-        if not self._begun:
-            self.start_ns = self.now_ns = at_ns
-            self._begun = True
-        self.now_ns = max(self.now_ns, at_ns)
-
-    def opened(self) -> None:
-        """A bus began its life, with an empty fleet."""
-        for agent in self._agents.values():
-            self._leave(agent, "left" if agent.membership == "left" else "gone")
-
-    def hello(self, event: HelloReceived, effects: Iterable[CoordinatorEffect]) -> None:
-        """An agent said hello. Ignored unless it was welcomed."""
-        if not any(isinstance(effect, Send) and isinstance(effect.message, Welcome) for effect in effects):
+    def concluded(self, report: SyncReport) -> None:
+        """A sync has ended. Replicas that a committed one could not prove to serve are out of service."""
+        if report.status != "committed" or report.adapter:
             return
-        hello, name = event.hello, event.hello.identity.agent
-        agent = self._agents.get(name)
-        if agent is None:
-            self._agents[name] = AgentHistory(
-                agent=name,
-                identity=hello.identity,
-                host=hello.host,
-                pid=hello.pid,
-                peer=event.peer,
-                incarnation=hello.incarnation,
-            )
-            return
-        began_anew = agent.fresh and agent.membership == "left"
-        self._leave(agent, "joining")
-        agent.peer, agent.identity, agent.host, agent.pid = event.peer, hello.identity, hello.host, hello.pid
-        if agent.incarnation != hello.incarnation:
-            agent.incarnation, agent.fresh, agent.status = hello.incarnation, True, None
-            agent.lives += not began_anew
-
-    def joined(self, peer: str) -> bool:
-        """An agent receives the commands from now on. Returns False if it is not known by this connection."""
-        agent = self._agent(peer)
-        if agent is None:
-            return False
-        agent.membership = "live"
-        agent.since_ns = self.now_ns if agent.since_ns is None else agent.since_ns
-        if (replica := self._replica(agent)) is not None:
-            if agent.fresh and agent.identity.replica in self._quarantined:
-                self._end_quarantine(agent.identity.replica, "its agent restarted")
-            replica.set("gone", False, self.now_ns)
-        agent.fresh = False
-        return True
-
-    def status(self, event: StatusReceived) -> None:
-        """A heartbeat arrived."""
-        agent = self._agent(event.peer)
-        if agent is None:
-            return
-        status = agent.status = event.status
-        agent.heard_ns, agent.engine = self.now_ns, status.engine
-        if status.observed is not None:
-            self._update(agent, None, status.observed.generating is False)
-        elif status.tokenizer == "present":
-            self._update(agent, status.version, not status.generating or bool(status.asleep))
-        self._note_service(agent, status)
-
-    def answered(self, answer: PeerAnswer) -> None:
-        """An outcome shows an engine's state sooner than the next heartbeat."""
-        agent = self._agent(answer.peer)
-        if agent is None:
-            return
-        agent.heard_ns = self.now_ns
-        if not isinstance(answer.outcome, Acted):
-            return
-        version = answer.outcome.version
-        changes = [call != "resume" for call in answer.outcome.calls if call in ("pause", "sleep", "resume")]
-        paused = changes[-1] if changes else None
-        if (version, paused) != (None, None) and self._update(agent, version, paused) and agent.status is not None:
-            status = agent.status
-            version = status.version if version is None else version
-            generating = status.generating if paused is None else not paused
-            agent.status = replace(status, version=version, generating=generating)
-
-    def lost(self, event: PeerLost) -> AgentHistory | None:
-        """An agent is out of the fleet. Returns it unless it said goodbye."""
-        agent = self._agent(event.peer)
-        if agent is None:
-            return None
-        left = event.reason == "left"
-        self._leave(agent, "left" if left else "gone")
-        if (replica := self._replica(agent)) is not None:
-            replica.set("gone", not left, self.now_ns)
-        if not left:
-            agent.losses_count += 1
-            if len(agent.losses) < MAX_LOSSES:
-                agent.losses.append((self.now_ns, event.reason))
-        return None if left else agent
-
-    def sync_published(self, command: WeightSync) -> None:
-        """A phase of a weight sync was published. It may quarantine replicas, and an abort ends quarantines."""
-        self._leave_out(command.quarantine, command.version)
-        for index, quarantine in sorted(self._quarantined.items()):
-            if command.phase == "abort" and quarantine.version == command.version:
-                self._end_quarantine(index, "that sync was aborted")
-
-    def committed(self, report: SyncReport) -> None:
-        """The fleet serves this version now, except for the replicas that the report names."""
         self.version = max(self.version, report.version)
-        self._leave_out((*report.quarantined, *report.unproven), report.version)
-        for index in sorted(self._quarantined.keys() & set(report.loaded)):
-            self._end_quarantine(index, f"the sync to v{report.version} included it")
-        for replica in self._replicas.values():
-            self._compare(replica)
+        for index in sorted({*report.quarantined, *report.unproven} - self._out.keys()):
+            self._leave_out(index, report.version)
+        for name in self._agents:
+            self._look(name, None)
 
     def observed(self, name: str, seen: Observation) -> None:
         """An agent observed its engine. While that is not up, its instance has no name of its own yet."""
@@ -276,26 +193,18 @@ class FleetHistory:
     def last_heard(self, name: str) -> str:
         """Return what an agent last reported about its engine; empty if it never did."""
         agent = self._agents.get(name)
-        if agent is None or agent.status is None:
+        if agent is None or agent.member.status is None:
             return ""
         silent_ms = (self.now_ns - agent.heard_ns) // 1_000_000
-        return f"was last heard {silent_ms:,} ms before that: {agent.status.condition(agent.identity.role)}"
+        condition = agent.member.status.condition(agent.member.hello.identity.role)
+        return f"was last heard {silent_ms:,} ms before that: {condition}"
 
     def agents(self) -> list[AgentHistory]:
         """Return every agent, in the order of the fleet, at the end of the log."""
+        lines = {line.agent: line for line in fleet_status(self.state, self._at_us, "", {}).agents}
         for name, agent in self._agents.items():
-            self._leave(agent, agent.membership)  # counts the time up to the end
-            line = AgentLine(
-                agent=name,
-                incarnation=agent.incarnation,
-                host=agent.host,
-                state=agent.membership,
-                silent_ms=0,
-                seq=0,
-                status=agent.status,
-            )
-            agent.condition = line.condition
-            agent.bad = line.in_trouble or (agent.status is None and agent.membership != "left")
+            agent.line = lines.get(name)
+            agent.count_time(agent.member.state == "live", self.now_ns)
         return [self._agents[name] for name in sorted(self._agents, key=agent_order)]
 
     def replicas(self) -> dict[int, ReplicaHistory]:
@@ -305,62 +214,91 @@ class FleetHistory:
                 replica.set(condition, False, self.now_ns)
         return dict(sorted(self._replicas.items()))
 
-    def _agent(self, peer: str) -> AgentHistory | None:
-        """The agent behind a connection, unless a newer connection replaced it."""
-        agent = self._agents.get(agent_of(peer))
-        return agent if agent is not None and agent.peer == peer else None
+    # --- what changed -------------------------------------------------------------------------------------------------
 
-    def _replica(self, agent: AgentHistory) -> ReplicaHistory | None:
-        """The replica that an agent speaks for, if any."""
-        if agent.identity.role != ROLLOUT or agent.identity.node_rank > 0:
+    def _look(self, name: str, event: events.CoordinatorEvent | None) -> AgentHistory | None:
+        """Compare an agent with what is known of it. Returns it if it was lost by this event."""
+        member = self.state.members.get(name)
+        if member is None and name not in self._agents:
             return None
-        return self._replicas.setdefault(agent.identity.replica, ReplicaHistory())
+        agent = self._agents.setdefault(name, AgentHistory(agent=name, member=member)) if member else self._agents[name]
+        known = agent.member
+        ended = isinstance(event, events.PeerLost) and known.state in ALIVE
+        if member is None:  # forgotten: it never joined, or was retired
+            gone = isinstance(event, events.PeerLost) and event.reason != "left"
+            member = replace(known, state="gone" if gone else "left") if ended or known.joined else known
+        agent.member, joins = member, isinstance(event, events.JoinReceived) and known.fresh and not member.fresh
+        agent.lives += joins
+        agent.count_time(member.state == "live", self.now_ns)
+        if is_primary(member):
+            self._look_at_replica(member, joins)
+        if not (ended and isinstance(event, events.PeerLost) and member.state == "gone"):
+            return None
+        agent.losses_count += 1
+        if len(agent.losses) < MAX_LOSSES:
+            agent.losses.append((self.now_ns, event.reason))
+        return agent
 
-    def _update(self, agent: AgentHistory, version: int | None, paused: bool | None) -> bool:
-        """Note a replica's state; None keeps a value. Returns whether the agent speaks for a replica."""
-        replica = self._replica(agent)
-        if replica is None:
-            return False
-        if paused is not None:
-            replica.set("paused", paused, self.now_ns)
-        if version is not None:
-            replica.version = replica.latest = version
-            self._compare(replica)
-        return True
+    def _look_at_replica(self, member: Member, restarted: bool) -> None:
+        """Compare a replica with what the coordinator knows of it: heartbeats, and newer answers."""
+        index, now_ns, status = member.hello.identity.replica, self.now_ns, member.status
+        replica = self._replicas.setdefault(index, ReplicaHistory())
+        desired = self.state.desired.get(index, self.state.default_desired)
+        live = member.state == "live"
+        paused, version = False, None
+        if status is not None and live and status.observed is not None:
+            paused = status.observed.generating is False
+        elif status is not None and live and status.tokenizer == "present":
+            paused, version = not status.generating, status.version
+        if live and (member.command_acked or desired.sync is not None):
+            paused = not desired.serving
+        if live and member.sync_acked:
+            version = desired.version
+        replica.latest = replica.latest if version is None else version
+        replica.set("gone", member.state == "gone", now_ns)
+        replica.set("paused", paused, now_ns)
+        replica.set("behind", version is not None and version < self.version, now_ns)
+        if desired.quarantined and index not in self._out:
+            self._leave_out(index, desired.quarantined)
+        elif index in self._out and (reason := self._back(member, desired, restarted)):
+            quarantine = self._out.pop(index)
+            quarantine.until_ns, quarantine.reason_ended = now_ns, reason
+        down = is_engine_down(member) and replica.latest is not None
+        ill = live and status is not None and (status.torn or status.quarantined > 0)
+        replica.set("out", down or ill or index in self._out, now_ns)
 
-    def _compare(self, replica: ReplicaHistory) -> None:
-        replica.set("behind", replica.version is not None and replica.version < self.version, self.now_ns)
+    def _back(self, member: Member, desired: Desired, restarted: bool) -> str:
+        """Why a replica that was out of service no longer is; empty if it is."""
+        status = member.status
+        if desired.quarantined:
+            return ""
+        if restarted:
+            return "its agent restarted"
+        if desired.version < self._out[member.hello.identity.replica].version:
+            return "that sync was aborted"
+        if member.sync_acked:
+            return f"the sync to v{desired.version} included it"
+        serves = status is not None and status.ready and not status.quarantined and status.version == desired.version
+        return f"it served v{desired.version}" if serves else ""
 
-    def _leave(self, agent: AgentHistory, membership: str) -> None:
-        if agent.since_ns is not None:
-            agent.fleet_ns += self.now_ns - agent.since_ns
-            agent.since_ns = None
-        if agent.membership == membership:
-            return
-        agent.membership = membership
-        if (replica := self._replica(agent)) is not None:
-            replica.version = None
-            for condition in ("behind", "paused"):
-                replica.set(condition, False, self.now_ns)
+    def _leave_out(self, index: int, version: int) -> None:
+        quarantine = self._out[index] = Quarantine(replica=index, version=version, since_ns=self.now_ns)
+        self.quarantines.append(quarantine)
+        self._replicas.setdefault(index, ReplicaHistory()).set("out", True, self.now_ns)
 
-    def _note_service(self, agent: AgentHistory, status: AgentStatus) -> None:
-        """A heartbeat shows whether a replica is out of service: its engine is down, or did not follow the fleet."""
-        replica = self._replica(agent)
-        if replica is None:
-            return
-        index, down = agent.identity.replica, status.tokenizer == "unknown" and replica.latest is not None
-        if index in self._quarantined and status.ready and not status.quarantined and status.version == self.version:
-            self._end_quarantine(index, f"it served v{status.version}")
-        replica.set("out", down or status.torn or status.quarantined > 0 or index in self._quarantined, self.now_ns)
 
-    def _leave_out(self, replicas: Iterable[int], version: int) -> None:
-        for index in sorted(set(replicas) - self._quarantined.keys()):
-            quarantine = Quarantine(replica=index, version=version, since_ns=self.now_ns)
-            self._quarantined[index] = quarantine
-            self.quarantines.append(quarantine)
-            self._replicas.setdefault(index, ReplicaHistory()).set("out", True, self.now_ns)
-
-    def _end_quarantine(self, index: int, reason: str) -> None:
-        quarantine = self._quarantined.pop(index)
-        quarantine.until_ns, quarantine.reason_ended = self.now_ns, reason
-        self._replicas[index].set("out", False, self.now_ns)
+def _senders(event: events.CoordinatorEvent) -> tuple[str, ...]:
+    """The agents that an event is about."""
+    match event:
+        case events.AnswersReceived(answers=answers):
+            return tuple(agent_of(answer.peer) for answer in answers)
+        case (
+            events.HelloReceived(peer=peer)
+            | events.JoinReceived(peer=peer)
+            | events.ResendRequested(peer=peer)
+            | events.StatusReceived(peer=peer)
+            | events.PeerLost(peer=peer)
+        ):
+            return (agent_of(peer),)
+        case _:
+            return ()

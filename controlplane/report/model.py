@@ -3,7 +3,6 @@
 Times are the bus's wall clock in ns. Durations are of its monotonic clock in µs.
 """
 
-import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
@@ -18,7 +17,6 @@ from schemas.identity import identity_of
 from schemas.outcomes import Trace
 from schemas.reports import AgentOutcome
 
-_VARIABLE = re.compile(r"[0-9a-f]{12,}|\d+")
 MAX_STRAGGLERS = 20
 MAX_SHOWN = 8
 """Agents of a cause that are shown with the state of their engine."""
@@ -178,7 +176,7 @@ class Cause(Struct, kw_only=True):
 
 
 class Refusal(Struct, kw_only=True):
-    """Commands that were refused for the same reason: the first and last moment, and how many."""
+    """Commands that were refused, or syncs aborted, for the same reason: first and last moment, and how many."""
 
     reason: str
     at_ns: int
@@ -226,11 +224,6 @@ class Straggler(Struct, kw_only=True):
     worst_us: int = 0
     worst_seq: int = 0
     missing: int = 0
-
-
-def without_numbers(text: str) -> str:
-    """Return what a text has in common with those for other agents, commands and versions: no numbers, no digests."""
-    return _VARIABLE.sub("0", text)
 
 
 def group_by_reason(outcomes: Iterable[AgentOutcome]) -> tuple[OutcomeGroup, ...]:

@@ -11,8 +11,8 @@ from typing import Final, Literal, TypeVar
 
 from msgspec import Struct, field
 
-from controlplane.record.findings import OBSERVED, ObservedReplica
-from controlplane.record.invariants import Violation
+from controlplane.analysis.findings import OBSERVED, ObservedReplica
+from controlplane.analysis.invariants import Violation
 from controlplane.report.fleet_history import AgentHistory, Quarantine, ReplicaHistory
 from controlplane.report.model import (
     Cause,
@@ -24,12 +24,11 @@ from controlplane.report.model import (
     command_kind,
     group_by_reason,
     rank_stragglers,
-    without_numbers,
 )
 from schemas.commands import Command, EpochStart, ProfileCommand, UnknownCommand
-from schemas.formatting import format_agents
+from schemas.formatting import format_agents, without_numbers
 from schemas.outcomes import Acted, Missing
-from schemas.reports import AgentOutcome, Report
+from schemas.reports import AgentOutcome, Report, Stopped
 
 MAX_COMMANDS: Final = 6_000
 """The newest commands are kept; older steps only if something went wrong in them."""
@@ -55,9 +54,11 @@ class RunReport(Struct, kw_only=True):
         damage: Why the log can't be read further; empty if it can.
         unexplained: Quarantines that belong to none of the causes.
         unconcluded: Commands without a report.
+        aborted: Weight syncs that were aborted, those for the same reason together.
+        stopped: Replicas that a command kept from generating at the end of the log.
         latencies: By kind of command, of the agents that acted; `calls` by kind of engine call.
         replicas: By index.
-        observed: Replicas of a run that somebody else drives, by index.
+        observed: Replicas of a run that another trainer drives, by index.
     """
 
     run: str = ""
@@ -71,6 +72,8 @@ class RunReport(Struct, kw_only=True):
     counts: Counter[str] = field(default_factory=Counter)
     causes: list[Cause] = []
     refused: list[Refusal] = []
+    aborted: list[Refusal] = []
+    stopped: tuple[Stopped, ...] = ()
     violations: list[Violation] = []
     untraced: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
@@ -99,7 +102,12 @@ class RunReport(Struct, kw_only=True):
     @property
     def gone_now(self) -> list[AgentHistory]:
         """Agents that are lost at the end of the log."""
-        return [agent for agent in self.agents if agent.membership == "gone"]
+        return [agent for agent in self.agents if agent.member.state == "gone"]
+
+    @property
+    def stopped_by_hand(self) -> list[Stopped]:
+        """Replicas that an operator had stopped and that were not resumed by the end of the log."""
+        return [stop for stop in self.stopped if stop.operator]
 
     @property
     def unready(self) -> list[AgentHistory]:
@@ -122,8 +130,8 @@ class RunReport(Struct, kw_only=True):
         """bad: something is wrong at the end, or can't be trusted. warn: something was wrong, or is not finished."""
         if self.out_now or self.gone_now or self.violations or self.damage:
             return "bad"
-        wrong = self.causes or self.quarantines or self.lost or self.refused or self.untraced
-        return "warn" if wrong or self.unconcluded or self.unready else "ok"
+        wrong = self.causes or self.quarantines or self.lost or self.refused or self.untraced or self.aborted
+        return "warn" if wrong or self.unconcluded or self.unready or self.stopped_by_hand else "ok"
 
     @property
     def verdict(self) -> str:
@@ -135,10 +143,12 @@ class RunReport(Struct, kw_only=True):
             "out of service": len(self.out_now),
             "temporarily quarantined": len(self.quarantines) - len(self.out_now),
             "gone": len(self.gone_now),
-            "temporarily lost": sum(agent.membership != "gone" for agent in self.lost),
+            "temporarily lost": sum(agent.member.state != "gone" for agent in self.lost),
             "not answered by lost agents": unanswered,
             "not ready": len(self.unready),
             "not concluded": len(self.unconcluded),
+            "stopped by an operator": sum(len(stop.replicas) for stop in self.stopped_by_hand),
+            "weight syncs aborted": sum(item.count for item in self.aborted) + self.left_out["aborted"],
             "without a trace": self.untraced,
             "refused by the bus": sum(refusal.count for refusal in self.refused) + self.left_out["refused"],
             "found in the observed run": len(self.findings),
@@ -156,7 +166,7 @@ class Totals:
         self._steps = _Steps()
         self._open: dict[int, tuple[CommandSummary, int]] = {}  # by seq: the command, and when it was published (µs)
         self._stragglers: dict[str, Straggler] = {}
-        self._refusals: dict[str, Refusal] = {}  # by reason without its numbers
+        self._alike: dict[tuple[str, str], Refusal] = {}  # by kind, and by reason without its numbers
 
     def keep(self, kept: list[T], item: T, what: str) -> None:
         """Append an item, or count it as left out."""
@@ -167,15 +177,23 @@ class Totals:
 
     def refused(self, reason: str, now_ns: int) -> None:
         """Add a command that was not published."""
-        key = without_numbers(reason)
-        if key in self._refusals:
-            self._refusals[key].count += 1
-            self._refusals[key].until_ns = now_ns
-        elif len(self._refusals) < MAX_FAILURES:
-            self._refusals[key] = Refusal(reason=reason, at_ns=now_ns, until_ns=now_ns)
-            self._report.refused.append(self._refusals[key])
+        self._add_alike(self._report.refused, "refused", reason, now_ns)
+
+    def aborted(self, headline: str, now_ns: int) -> None:
+        """Add a weight sync that was aborted."""
+        self._add_alike(self._report.aborted, "aborted", headline, now_ns)
+
+    def _add_alike(self, kept: list[Refusal], kind: str, reason: str, now_ns: int) -> None:
+        """Add what went wrong to others that did for the same reason."""
+        key = kind, without_numbers(reason)
+        if key in self._alike:
+            self._alike[key].count += 1
+            self._alike[key].until_ns = now_ns
+        elif len(kept) < MAX_FAILURES:
+            self._alike[key] = Refusal(reason=reason, at_ns=now_ns, until_ns=now_ns)
+            kept.append(self._alike[key])
         else:
-            self._report.left_out["refused"] += 1
+            self._report.left_out[kind] += 1
 
     def published(self, command: Command | UnknownCommand, summary: CommandSummary, at_us: int, title: str) -> None:
         """Add a command. `title` is that of the step before, should this one begin another."""
@@ -202,7 +220,7 @@ class Totals:
             latencies = [outcome.latency_us for outcome in report.outcomes]
             summary.duration_us = max(latencies, default=max(0, at_us - since_us))
         self._add_acted(report, summary)
-        if not isinstance(report.command, EpochStart):  # it is published before anybody can have joined
+        if not isinstance(report.command, EpochStart):  # it is published before any agent can have joined
             self._add_stragglers(report)
         return summary
 
@@ -291,5 +309,5 @@ class _Steps:
 
 
 def _left_open(outcome: AgentOutcome) -> bool:
-    """Whether the trainer ended before the agent answered, so that nobody waited for it."""
+    """Whether the trainer ended before the agent answered, so that it was not waited for."""
     return isinstance(outcome.conclusion, Missing) and outcome.conclusion.reason == "bus_restarted"

@@ -14,7 +14,7 @@ from bisect import bisect
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from schemas.reports import Clock
+from schemas.agent_status import Clock
 
 MS: Final = 1_000_000
 """Nanoseconds in a millisecond."""

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
+from controlplane.analysis.log_lines import format_agent_effect, format_agent_event, format_bus_event
 from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
-from controlplane.record.log_lines import format_agent_effect, format_agent_event, format_bus_event
 from controlplane.timeline.survey import BusRecord, LogSurvey, decode_entries
 from controlplane.timeline.tracks import CATEGORY, SHORTEST_NS, OpenSlice, ProcessTracks, TraceEvent
 from schemas import events
-from schemas.commands import ProfileCommand, WeightSync
+from schemas.commands import AdapterSync, ProfileCommand, WeightSync, sync_key
 from schemas.formatting import describe, kind_and_reason
 from schemas.identity import ROLLOUT, Identity, agent_of, identity_of
 from schemas.outcomes import Acted, Conclusion, Failed
@@ -56,7 +56,7 @@ class BusTracks:
         self._process = process
         self._last_ns = 0
         self._open: dict[int, OpenSlice] = {}
-        self._sync: tuple[int, OpenSlice] | None = None  # with its version
+        self._syncs: dict[str, tuple[int, OpenSlice]] = {}  # with their versions, by adapter; of base weights under ""
         self._sessions: list[ProfiledSpan] = []
 
     def draw(
@@ -73,7 +73,7 @@ class BusTracks:
                     yield from self._conclude(report, at_ns)
                 case bus_events.Conclude(report=SyncReport() as sync):
                     args = {"loaded": sync.loaded, "quarantined": sync.quarantined}
-                    yield from self._end_sync(at_ns, status=sync.status, **args)
+                    yield from self._end_sync(sync.adapter, at_ns, status=sync.status, **args)
                 case bus_events.Refuse():
                     yield self._process.instant("fleet", f"refused: {effect.reason}", at_ns)
 
@@ -81,7 +81,8 @@ class BusTracks:
         """End everything that is open as unfinished: this life of the bus is over, or the log."""
         for seq in list(self._open):
             yield from self._close(seq, at_ns, unfinished=True)
-        yield from self._end_sync(at_ns, unfinished=True)
+        for adapter in list(self._syncs):
+            yield from self._end_sync(adapter, at_ns, unfinished=True)
         yield from self._end_sessions(self._sessions, at_ns, unfinished=True)
 
     def arrow(self, seq: int, decided: TraceEvent) -> Events:
@@ -122,12 +123,14 @@ class BusTracks:
     def _publish(self, effect: bus_events.Publish, at_ns: int) -> Events:
         command, seq, replicas = decode_command(effect.envelope.body), effect.seq, effect.envelope.target.replicas
         thread, inside = "commands", None
-        if isinstance(command, WeightSync):
-            thread = "weight syncs"
-            if self._sync is None or self._sync[0] != command.version:
-                yield from self._end_sync(at_ns, unfinished=True)
-                self._sync = command.version, OpenSlice(self._process, thread, f"sync to v{command.version}", at_ns)
-            inside = self._sync[1]
+        adapter = sync_key(command)
+        if isinstance(command, WeightSync | AdapterSync) and adapter is not None:
+            version = command.adapter.version if isinstance(command, AdapterSync) else command.version
+            thread = f"adapter {adapter}" if adapter else "weight syncs"
+            if adapter not in self._syncs or self._syncs[adapter][0] != version:
+                yield from self._end_sync(adapter, at_ns, unfinished=True)
+                self._syncs[adapter] = version, OpenSlice(self._process, thread, f"sync to v{version}", at_ns)
+            inside = self._syncs[adapter][1]
         if isinstance(command, ProfileCommand):
             yield from self._profile(seq, command, replicas, at_ns)
         args: dict[str, object] = {"kind": "command", "seq": seq, "epoch": effect.epoch}
@@ -171,11 +174,10 @@ class BusTracks:
         if opened is not None:
             yield opened.end(at_ns, **args)
 
-    def _end_sync(self, at_ns: int, **args: object) -> Events:
-        if self._sync is None:
+    def _end_sync(self, adapter: str, at_ns: int, **args: object) -> Events:
+        if adapter not in self._syncs:
             return
-        _, sync = self._sync
-        self._sync = None
+        _, sync = self._syncs.pop(adapter)
         for seq in [seq for seq, opened in self._open.items() if opened.inside is sync]:
             yield from self._close(seq, at_ns, unfinished=True)
         if "status" in args:

@@ -16,7 +16,6 @@ from typing import IO, Final
 
 from msgspec import Struct, json, structs
 
-from controlplane.record.atomic_write import atomic_write, check_destination
 from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
 from controlplane.timeline.alignment import MS, AgentClock
@@ -27,6 +26,7 @@ from controlplane.timeline.tracks import ProcessTracks, TraceEvent
 from schemas.errors import ConfigError, LogError
 from schemas.formatting import agent_order
 from schemas.identity import ROLLOUT, agent_of
+from schemas.storage.atomic_write import atomic_write, check_destination
 
 WRITE_BYTES: Final = 1 << 20
 COMPRESSION: Final = 3

@@ -2,30 +2,37 @@
 
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
+from controlplane.bus.callers import PHASES
 from controlplane.plane import ControlPlane
-from schemas.errors import AgentsMissing, ConfigError
+from schemas.errors import AgentsMissing, ConfigError, SyncInProgress
 from schemas.identity import InFlight
 from schemas.logs import logger_of
 from schemas.reports import SyncReport
 
 logger = logger_of("trainers")
 
+TRY_AGAIN_S: Final = 0.2
+"""Between two tries, while another sync has not ended."""
+
 
 class CheckpointSync:
     """Brings the fleet to weights that the trainer writes as files.
 
     Each version gets a directory of its own below the plane's `checkpoints`. After a commit all but the `keep` newest
-    are deleted, unless somebody may still have to load one (`ControlPlane.oldest_version`). Directories of an earlier
+    are deleted, unless a replica may still have to load one (`ControlPlane.oldest_version`). Directories of an earlier
     life of the trainer stay.
 
     Args:
         plane: The open control plane.
         keep: Newest checkpoints that are never deleted, at least 1.
         in_flight: What happens to running requests, see `ControlPlane.sync_weights`.
-        quorum: Replicas that must load; None for more than half of those that the run knows.
+        quorum: As for `ControlPlane.sync_weights`.
         timeout: Seconds for each phase.
 
     Raises:
@@ -45,7 +52,7 @@ class CheckpointSync:
             raise ConfigError(f"keep is {keep}: the checkpoint that the fleet serves can't be deleted, so at least 1")
         self._plane, self._keep, self._root = plane, keep, plane.checkpoints
         self._in_flight, self._quorum, self._timeout = in_flight, quorum, timeout
-        self._written: dict[int, Path] = {}
+        self._written: list[tuple[Path, int | None]] = []  # the oldest first; with its version, once that is known
         self._absent: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         if not self._root.is_dir():
             raise ConfigError(
@@ -54,7 +61,7 @@ class CheckpointSync:
             )
 
     def require_replicas(self) -> None:
-        """Raise AgentsMissing if no agent of a replica is there, before a step is trained for nobody."""
+        """Raise AgentsMissing if no agent of a replica is there, before a step is trained in vain."""
         replicas = self._plane.status().replicas.values()
         if not any(agent.state == "live" for replica in replicas for agent in replica.agents):
             raise AgentsMissing(
@@ -63,20 +70,22 @@ class CheckpointSync:
             )
 
     def publish(self, name: str, write: Callable[[Path], object]) -> SyncReport:
-        """Write a checkpoint, bring the fleet to it, and delete those that nobody needs.
+        """Write a checkpoint, bring the fleet to it, and delete those that are not needed any more.
 
         Args:
             name: Of its directory, which gets a number if that name is taken.
             write: Writes the files into the directory that it is given.
 
+        While an operator's sync has not ended, this one waits for as long as one may take.
+
         Raises:
             CommandFailed: The sync was aborted; the fleet serves what it served before.
+            SyncInProgress: Another sync did not end in that time.
         """
         folder = self._write(name, write)
-        report = self._plane.sync_weights(
-            None, folder.name, in_flight=self._in_flight, quorum=self._quorum, timeout=self._timeout
-        ).wait()
-        self._written[report.version] = folder
+        self._written.append((folder, None))  # from now on an agent may need it, however this ends
+        report = self._sync(folder.name)
+        self._note_version(report.version)
         report.raise_unless_committed()
         absent = (report.quarantined, report.unproven)
         if absent != self._absent:
@@ -84,6 +93,28 @@ class CheckpointSync:
         self._absent = absent
         self._delete_unneeded()
         return report
+
+    def _sync(self, name: str) -> SyncReport:
+        until, said = time.monotonic() + PHASES * self._timeout, False
+        while True:
+            ticket = self._plane.sync_weights(
+                None, name, in_flight=self._in_flight, quorum=self._quorum, timeout=self._timeout
+            )
+            try:
+                return ticket.wait()
+            except SyncInProgress as error:
+                if time.monotonic() > until:
+                    raise
+                if not said:
+                    logger.warning("%s is not published yet, since another sync has not ended: %s", name, error)
+                said = True
+            threading.Event().wait(TRY_AGAIN_S)
+
+    def _note_version(self, version: int) -> None:
+        """The newest is of this version. Those whose syncs had no report are of older ones, whichever."""
+        *older, (newest, _) = self._written
+        self._written = [(folder, known if known is not None else version - 1) for folder, known in older]
+        self._written.append((newest, version))
 
     def _write(self, name: str, write: Callable[[Path], object]) -> Path:
         folder, number = self._root / name, 1
@@ -100,7 +131,10 @@ class CheckpointSync:
         return folder
 
     def _delete_unneeded(self) -> None:
-        needed = self._plane.oldest_version()
-        for version in sorted(self._written)[: -self._keep]:
-            if version < needed:
-                shutil.rmtree(self._written.pop(version), ignore_errors=True)
+        needed, kept = self._plane.oldest_version(), self._written[-self._keep :]
+        for folder, version in self._written[: -self._keep]:
+            if version is not None and version < needed:
+                shutil.rmtree(folder, ignore_errors=True)
+            else:
+                kept.insert(len(kept) - self._keep, (folder, version))
+        self._written = kept

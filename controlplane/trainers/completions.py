@@ -1,14 +1,16 @@
 """Rollouts from the replicas of a fleet, over the completions route of OpenAI that vLLM serves. Needs no trainer.
 
-Only replicas that are proven to serve the newest weights are asked. What one does not answer is asked of the others.
+Only replicas that are proven to serve the newest weights are asked. What one does not answer is asked of the others; so
+is what it still owes when it has stopped serving, while others serve.
 """
 
 import itertools
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
 
 import httpx
 
@@ -19,8 +21,11 @@ from schemas.logs import logger_of
 logger = logger_of("trainers")
 
 LOOK_AGAIN_S: Final = 0.2
-"""Between two looks at who serves, while nobody does."""
+"""Between two looks at which replicas serve, while none does, or while some have not answered."""
+GIVEN_UP_S: Final = 5.0
+"""Time for a replica to serve again while others serve: at the end of a sync, one may be later than others."""
 
+T = TypeVar("T")
 Prompt = Sequence[int]
 Share = Sequence[int]
 """Which of the prompts, by index."""
@@ -50,7 +55,7 @@ class CompletionsClient:
     Args:
         serving: Returns the version that each replica is proven to serve now: `ControlPlane.serving`.
         urls: Where this process reaches each replica's engine, by the index of the replica.
-        timeout: Seconds for one request, and for having nobody who serves.
+        timeout: Seconds for one request, and for waiting while no replica serves.
     """
 
     def __init__(
@@ -139,13 +144,34 @@ class CompletionsClient:
 
         for shared in shares.items():
             threading.Thread(target=ask, args=shared, daemon=True).start()
-        collected: list[tuple[int, dict[int, Rollout] | httpx.TransportError]] = []
-        for _ in shares:
-            replica, answer = answers.get()
+        collected: dict[int, dict[int, Rollout] | httpx.TransportError] = {}
+        out_since = dict.fromkeys(shares, math.inf)
+        while owing := shares.keys() - collected:
+            try:
+                replica, answer = answers.get(timeout=LOOK_AGAIN_S)
+            except queue.Empty:
+                collected |= self._given_up(owing, out_since)
+                continue
             if isinstance(answer, Exception) and not isinstance(answer, httpx.TransportError):
                 raise answer
-            collected.append((replica, answer))
-        return collected
+            collected[replica] = answer
+        return list(collected.items())
+
+    def _given_up(self, owing: Iterable[int], out_since: dict[int, float]) -> dict[int, httpx.TransportError]:
+        """Return those that have served no more for a while in which others did. Their servers may be frozen.
+
+        Args:
+            owing: Replicas that have not answered.
+            out_since: Since when each of them does not; changed here.
+        """
+        now, serving = time.monotonic(), self._serving()
+        for replica in owing:
+            out_since[replica] = min(out_since[replica], now) if serving and replica not in serving else math.inf
+        return {
+            replica: httpx.ReadTimeout("it no longer serves, and had not answered")
+            for replica in owing
+            if now - out_since[replica] >= GIVEN_UP_S
+        }
 
     def _complete(
         self, replica: int, share: Share, prompts: Sequence[Prompt], sampling: Mapping[str, Any]
@@ -172,3 +198,17 @@ def split(prompts: Sequence[Prompt], open_: Share, replicas: int) -> list[Share]
     for group in groups:
         min(shares, key=len).extend(group)
     return list(shares)
+
+
+def again_and_again(dataset: Iterable[T]) -> Iterator[T]:
+    """Yield the rows of a dataset, from its beginning again after the last. Raises ConfigError if none are left."""
+    while True:
+        empty = True
+        for row in dataset:
+            empty = False
+            yield row
+        if empty:
+            raise ConfigError(
+                "the dataset has no rows, or none left: it is read again from its beginning whenever it ends, so it "
+                "must be a sequence (a list, a datasets.Dataset), and no iterator that is used up"
+            )

@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from controlplane import ControlPlane, ProfilerConfig
 from controlplane.trainers.trl import FleetSync, VllmRollouts
-from workers.profilers import TrainingRank
+from workers import TrainingRank
 
 OUT, VLLM = Path(sys.argv[1]).absolute(), sys.argv[2]
 STEPS, KILL_IN, LETTERS = 44, 6, sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -71,8 +71,7 @@ if __name__ == "__main__":
     torch.manual_seed(0), torch.set_num_threads(1)
     model, tokenizer = make_model()
     model.save_pretrained(OUT / "model"), tokenizer.save_pretrained(OUT / "model")
-    recorded = "{contents: [cpu]}"
-    sections = f"rollout: {recorded}\nroles: {{actor: {recorded}}}\nsave_path: {OUT}/traces\ntimeout_ms: 120000\n"
+    sections = f"roles: {{actor: {{}}}}\nsave_path: {OUT}/traces\ntimeout_ms: 120000\n"
     (OUT / "profile.yaml").write_text(f"steps: [3]\n{sections}")
     profiler = ProfilerConfig.from_yaml(OUT / "profile.yaml")
     prompts = Dataset.from_dict({"prompt": [f"{number:02}: " for number in range(64)]})

@@ -11,9 +11,7 @@ import ray
 
 from controlplane import ControlPlane
 from schemas import Identity
-from workers import Engine
-from workers.engines.factory import EngineOptions, make_engine
-from workers.ray_placement import ReplicaNodes, place_agents
+from workers import Engine, EngineOptions, ReplicaNodes, make_engine, place_agents
 
 KIND, URL = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
 RUN = Path.cwd()  # shared by all nodes: checkpoints and keys (`rolloutctl keys new fleet --fleet`)

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-import msgspec
 from msgspec.structs import asdict
 
-from schemas.errors import ConfigError
+from schemas.config import within_bounds
 from schemas.profiler.settings import Layout, ProfilerSettings, RankUnit
 
 ConfigSource = Mapping[str, Any] | PurePath | str
@@ -42,14 +41,14 @@ class ProfilerConfig(ProfilerSettings, frozen=True, kw_only=True, forbid_unknown
 
     @classmethod
     def from_yaml(cls, source: ConfigSource) -> "ProfilerConfig":
-        """Read our own YAML, which `schemas.profiler.yaml_format` describes.
+        """Read our own YAML, whose keys are the fields of this class and of what is in them.
 
         Raises:
             ConfigError: A key is unknown or a value is wrong. The text names the key, the value and what is allowed.
         """
         from schemas.profiler.readers import read_yaml
 
-        return checked(cls(**asdict(read_yaml(source))))
+        return within_bounds(cls(**asdict(read_yaml(source))))
 
 
 class ConfigReading(NamedTuple):
@@ -64,7 +63,7 @@ def read_verl_config(source: ConfigSource, *, ranks: RankUnit = "global", layout
     from schemas.profiler.readers import read_verl
 
     settings, warnings = read_verl(source, ranks=ranks, layout=layout)
-    return ConfigReading(checked(ProfilerConfig(**asdict(settings))), warnings)
+    return ConfigReading(within_bounds(ProfilerConfig(**asdict(settings))), warnings)
 
 
 def read_config(source: ConfigSource) -> ConfigReading:
@@ -75,11 +74,3 @@ def read_config(source: ConfigSource) -> ConfigReading:
     if tree.keys() & {"global_profiler", "actor_rollout_ref"}:
         return read_verl_config(tree)
     return ConfigReading(ProfilerConfig.from_yaml(tree), [])
-
-
-def checked(config: ProfilerConfig) -> ProfilerConfig:
-    """Return the configuration, with all its types and bounds checked, as Structs do not. Raises ConfigError."""
-    try:
-        return msgspec.convert(msgspec.to_builtins(config), ProfilerConfig)
-    except (msgspec.MsgspecError, TypeError, ValueError) as error:
-        raise ConfigError(f"not a configuration of profiling: {error}") from None

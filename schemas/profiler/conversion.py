@@ -67,7 +67,7 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def joined(path: str, key: object) -> str:
+def join_path(path: str, key: object) -> str:
     """Return the path of a key below `path`."""
     return f"{path}.{key}" if path else str(key)
 
@@ -83,8 +83,10 @@ def _members(kind: inspect.Type) -> tuple[inspect.Type, ...]:
 
 def _fields(kind: inspect.Type) -> dict[str, inspect.Type]:
     """The keys of a section and their types; empty for a type that is not a section."""
-    structs = (member for member in _members(kind) if isinstance(member, inspect.StructType))
-    return {field.encode_name: field.type for struct in structs for field in struct.fields}
+    structs = [member for member in _members(kind) if isinstance(member, inspect.StructType)]
+    tags = tuple(str(struct.tag) for struct in structs if struct.tag_field is not None)
+    tagged = {struct.tag_field: inspect.LiteralType(tags) for struct in structs if struct.tag_field is not None}
+    return tagged | {field.encode_name: field.type for struct in structs for field in struct.fields}
 
 
 def _item(kind: inspect.Type, index: int) -> inspect.Type:
@@ -107,7 +109,7 @@ def _without_nulls(value: object, kind: inspect.Type, path: str) -> object:
     for key, entry in value.items():
         field = fields.get(key, inspect.NoneType())
         if entry is not None or inspect.NoneType() in _members(field):
-            kept[key] = _without_nulls(entry, field, joined(path, key))
+            kept[key] = _without_nulls(entry, field, join_path(path, key))
     return kept
 
 
@@ -115,9 +117,9 @@ def _unknown(value: object, kind: inspect.Type, path: str) -> Iterator[UnknownKe
     fields = _fields(kind)
     for key, entry in value.items() if fields and isinstance(value, Mapping) else ():
         if key in fields:
-            yield from _unknown(entry, fields[key], joined(path, key))
+            yield from _unknown(entry, fields[key], join_path(path, key))
         else:
-            yield UnknownKey(joined(path, key), entry, tuple(fields))
+            yield UnknownKey(join_path(path, key), entry, tuple(fields))
 
 
 def _explained(text: str, value: object, kind: inspect.Type, path: str) -> ConfigError:
@@ -125,12 +127,14 @@ def _explained(text: str, value: object, kind: inspect.Type, path: str) -> Confi
     problem, _, place = text.partition(" - at `$")
     for key, index in re.findall(r"\.([^.\[`]+)|\[(\d+)\]", place):
         if isinstance(value, Mapping):
-            kind, value, path = _fields(kind).get(key, kind), value.get(key), joined(path, key)
+            kind, value, path = _fields(kind).get(key, kind), value.get(key), join_path(path, key)
         elif isinstance(value, list):
             kind, value, path = _item(kind, int(index)), value[int(index)], f"{path}[{index}]"
     if missing := _MISSING.fullmatch(problem):
         key = missing[1]
-        return ConfigError(f"{joined(path, key)} is missing: allowed is {_allowed(_fields(kind)[key])}")
+        return ConfigError(f"{join_path(path, key)} is missing: allowed is {_allowed(_fields(kind)[key])}")
+    if not problem.startswith(("Expected", "Invalid")):  # a check of the Struct's own
+        return ConfigError(f"{path} is {shown(value)}: {problem}")
     choices = [name for member in _members(kind) if isinstance(member, inspect.LiteralType) for name in member.values]
     suggestion = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
     return ConfigError(f"{path or 'the file'} is {shown(value)}: allowed is {_allowed(kind)}{suggestion}")

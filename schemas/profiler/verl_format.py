@@ -120,14 +120,14 @@ def parse(
         ConfigError: The text names the key, the value and what is allowed.
     """
     _check_sections(tree)
-    top = overlaid({"save_path": "outputs/profile"}, _content(resolve, "global_profiler"))
+    top = deep_merge({"save_path": "outputs/profile"}, _content(resolve, "global_profiler"))
     shared = convert(top, VerlGlobal, "global_profiler")
     for_rank = _inherited_by_rank(top)
-    for_engine = _inherited_by_engine(top, overlaid(for_rank, _content(resolve, ACTOR)))
+    for_engine = _inherited_by_engine(top, deep_merge(for_rank, _content(resolve, ACTOR)))
 
     def section(path: str) -> VerlSection:
         content = _content(resolve, path)
-        profiler = convert(overlaid(for_engine if path == ROLLOUT else for_rank, content), VerlProfiler, path)
+        profiler = convert(deep_merge(for_engine if path == ROLLOUT else for_rank, content), VerlProfiler, path)
         tool = _windowed(profiler)
         window = _window(tool, tool_path(profiler, path)) if tool is not None else None
         plan = replace(_plan(profiler, path), layout=layout)
@@ -172,7 +172,7 @@ def _is_missing(value: object) -> bool:
 
 def _check_sections(tree: Mapping[str, object]) -> None:
     """Raise ConfigError for a file of ours, and for anything else in the place of one of verl's sections."""
-    ours = sorted(tree.keys() & {"steps", "rollout", "roles"})
+    ours = sorted(tree.keys() & {"steps", "plan", "roles"})
     if ours and not tree.keys() & set(SECTIONS):
         raise ConfigError(
             f"{ours[0]} is a key of our own YAML, and none of verl's sections is there: read the file with "
@@ -200,13 +200,13 @@ def _content(resolve: Callable[[str], object], path: str) -> Mapping[str, object
 # --- inheritance ------------------------------------------------------------------------------------------------------
 
 
-def overlaid(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
+def deep_merge(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
     """Merge `above` over `below`. A ??? in `above`, or a null in place of a section, keeps the value of `below`."""
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)
         if isinstance(value, Mapping):
-            merged[key] = overlaid(under if isinstance(under, Mapping) else {}, value)
+            merged[key] = deep_merge(under if isinstance(under, Mapping) else {}, value)
         elif not _is_missing(value) and not (isinstance(under, Mapping) and value is None):
             merged[key] = value
     return merged
@@ -265,8 +265,8 @@ def _plan(profiler: VerlProfiler, path: str) -> ProfilePlan:
         with_stack="stack" in contents,
         with_modules="module" in contents,
         record_shapes="shapes" in contents,
-        by_stage=asks_for(profiler, "profile_by_stage"),
-        merge=asks_for(profiler, "merge_profiles"),
+        by_stage=_asks_for(profiler, "profile_by_stage"),
+        merge=_asks_for(profiler, "merge_profiles"),
         discrete=tool.discrete if tool else profiler.tool == "nsys" and profiler.tool_config.nsys.discrete,
         options=_options(profiler, path),
         finish=Finish(
@@ -298,8 +298,8 @@ def _contents(profiler: VerlProfiler) -> frozenset[str]:
     return frozenset(everything if tool.contents is None else tool.contents)
 
 
-def asks_for(profiler: VerlProfiler, name: Literal["profile_by_stage", "merge_profiles"]) -> bool:
-    """Return whether stages or merged traces are asked for: by a key of the tool, or else by a content."""
+def _asks_for(profiler: VerlProfiler, name: Literal["profile_by_stage", "merge_profiles"]) -> bool:
+    """Whether stages or merged traces are asked for: by a key of the tool, or else by a content."""
     key: bool | None = getattr(_windowed(profiler), name, None)
     return key if key is not None else bool(_contents(profiler) & {name, name.replace("_", "-")})
 

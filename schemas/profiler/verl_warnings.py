@@ -3,17 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Final, Literal
 
-from schemas.profiler.conversion import did_you_mean, joined, shown, unknown_keys
-from schemas.profiler.verl_format import VerlFile, VerlSection, asks_for, tool_path, value_at, values_of
-from schemas.profiler.verl_keys import ACTOR, PARENTS, REF, ROLLOUT, SECTIONS, STAGES, VerlGlobal, VerlProfiler
+from schemas.profiler.conversion import did_you_mean, join_path, shown, unknown_keys
+from schemas.profiler.verl_format import VerlFile, VerlSection, tool_path, value_at, values_of
+from schemas.profiler.verl_keys import ACTOR, PARENTS, REF, ROLLOUT, SECTIONS, VerlGlobal, VerlProfiler
 from schemas.selection import ENGINE_TOOLS
 
-OUTDATED: Final = {
-    "trainer.profile_steps": "write global_profiler.steps",
-    "actor_rollout_ref.profiler": f"write {ACTOR} and {ROLLOUT}",
-    "profiler": "it belongs to verl's supervised fine-tuning; write a role's, such as critic.profiler",
-}
-"""Keys of an older verl, or of another of its trainers, and what to write instead."""
 IN_EVERY_SECTION: Final = frozenset({"_target_", "name"})
 """Keys of verl's own files, for Hydra."""
 
@@ -38,16 +32,11 @@ def warnings(file: VerlFile) -> list[str]:
 def _misplaced(tree: Mapping[str, object]) -> Iterator[str]:
     if isinstance(tree.get("defaults"), list):
         yield "defaults lists files for Hydra to compose, which are not read: hand over the composed configuration"
-    for path, advice in OUTDATED.items():
-        if value_at(tree, path) is not None:
-            yield f"{path} is not read: {advice}"
     for path, known in PARENTS.items():
         section = value_at(tree, path)
         for key in section if isinstance(section, Mapping) else ():
-            if not path and "." in key and key.lstrip("+~").partition(".")[0] in SECTIONS:
-                yield f"{key} is one key with dots in it, and is not read: write its parts as nested sections"
-            elif key not in (*known, "profiler") and (suggestion := did_you_mean(key, known)):
-                yield f"{joined(path, key)} is unknown and has no effect{suggestion}"
+            if key not in (*known, "profiler") and (suggestion := did_you_mean(key, known)):
+                yield f"{join_path(path, key)} is unknown and has no effect{suggestion}"
 
 
 def _unknown(file: VerlFile) -> Iterator[str]:
@@ -71,12 +60,6 @@ def _selection(file: VerlFile) -> Iterator[str]:
         yield f"global_profiler.steps is {shown(file.content.get('steps'))}: no step is profiled"
     if file.settings.steps and not switched_on:
         yield "global_profiler.steps lists steps and no section has enable: true: nothing is profiled"
-    for section in file.enabled:
-        profiler, ranks = section.profiler, f"{section.path}.ranks"
-        if profiler.tool == "precision_debugger" and section.path != ROLLOUT and profiler.ranks:
-            yield f"{ranks} has no effect, in verl either: msprobe picks the ranks, from its own file"
-        elif profiler.all_ranks and profiler.ranks:
-            yield f"{ranks} is {shown(profiler.ranks)} and all_ranks is true, which counts, as in verl"
 
 
 def _unexpected_selection(file: VerlFile) -> Iterator[str]:
@@ -117,11 +100,6 @@ def _rollout_warnings(section: VerlSection) -> Iterator[str]:
             f"{path}.schedule has no effect: it counts mini-batches of a training rank; for forward steps of a rollout "
             "write step_start and step_end"
         )
-    if plan.by_stage and plan.window is None:
-        yield (
-            f"{path}.contents asks for a trace of each stage and there is no window: SGLang makes such traces only of "
-            "a given number of forward steps, so its agents answer unsupported; write step_start and step_end"
-        )
     if "cuda" in plan.activities and "cpu" not in plan.activities:
         yield (
             f"{path}.contents lists cuda and not cpu: engines record CUDA alone, where verl 0.9 records the CPU too; "
@@ -130,25 +108,18 @@ def _rollout_warnings(section: VerlSection) -> Iterator[str]:
 
 
 def _rank_warnings(section: VerlSection) -> Iterator[str]:
-    profiler, plan, path = section.profiler, section.plan, tool_path(section.profiler, section.path)
+    plan, path = section.plan, tool_path(section.profiler, section.path)
     if section.window is not None:
         yield (
             f"{path} has a window, which has no effect: it counts forward steps of an engine; write it in "
             f"{ROLLOUT}.tool_config.{plan.tool}, and for mini-batches of a training rank write a schedule"
         )
-    for name in ("profile_by_stage", "merge_profiles"):
-        if asks_for(profiler, name):
-            yield f"{path} asks for {name}, which has no effect: only engines do that; write it in {ROLLOUT}"
     schedule = plan.schedule
     if schedule and not plan.discrete and not (schedule.skip_first or schedule.wait or schedule.warmup):
         yield (
             f"{path}.schedule is set and {path}.discrete is not: only mini-batches are recorded, where verl keeps the "
             "stages before them too; with discrete: true each stage has its trace"
         )
-    stages = profiler.tool_config.precision_debugger.stages if plan.tool == "precision_debugger" else ()
-    for stage in stages or ():
-        if stage not in STAGES:
-            yield f"{path}.stages lists {shown(stage)}, which is not a stage of verl{did_you_mean(stage, STAGES)}"
 
 
 def _conflicting_values(file: VerlFile, key: Literal["save_path", "finish_hook_cmd"]) -> Iterator[str]:

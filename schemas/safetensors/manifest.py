@@ -5,14 +5,20 @@ the engine. A check reads headers only, some kilobytes whatever the size of the 
 of the content: then every byte is read once.
 """
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final, NamedTuple
 
 from schemas.commands import Manifest
 from schemas.errors import CheckpointError
 from schemas.safetensors.digest import layout_digest
-from schemas.safetensors.format import UNTOUCHED, TensorPlace, TensorSpec, checkpoint_refused, find_tensors
+from schemas.safetensors.format import UNTOUCHED, TensorPlace, TensorSpec, checkpoint_refused, find_tensors, open_file
 from schemas.safetensors.reading import content_digest
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+"""PEFT's file with the rank, the scale and the target modules of an adapter."""
+CONFIG_BYTES_MAX: Final = 1 << 20
 
 
 def build_manifest(directory: Path, content: bool) -> Manifest:
@@ -27,8 +33,60 @@ def build_manifest(directory: Path, content: bool) -> Manifest:
     return manifest_of(layout, content_digest(places) if content else None)
 
 
+class CheckpointFiles(NamedTuple):
+    """What a sync says of the files of a checkpoint or an adapter.
+
+    Attributes:
+        manifest: Of its tensors.
+        config: sha256 of an adapter's configuration; empty for a checkpoint.
+    """
+
+    manifest: Manifest
+    config: str = ""
+
+
+def read_checkpoint(directory: Path, adapter: bool, content: bool = False) -> CheckpointFiles:
+    """Return what a sync says of a directory. Raises CheckpointError, as `read_layout`.
+
+    Args:
+        directory: With safetensors files.
+        adapter: It is a LoRA adapter's, which is small: all of it is digested.
+        content: Digest every byte of the tensors.
+    """
+    manifest = build_manifest(directory, content or adapter)
+    return CheckpointFiles(manifest, config_digest(read_config(directory)) if adapter else "")
+
+
+def config_digest(config: bytes) -> str:
+    """Return the sha256 of an adapter's configuration, in hex.
+
+    Args:
+        config: The content of its file.
+    """
+    return hashlib.sha256(config).hexdigest()
+
+
+def read_config(directory: Path) -> bytes:
+    """Return an adapter's configuration. Raises CheckpointError if there is none that can be read.
+
+    Args:
+        directory: Of the adapter, as PEFT writes it.
+    """
+    path = directory / ADAPTER_CONFIG
+    with open_file(path) as file:
+        config = file.read(CONFIG_BYTES_MAX + 1)
+    if len(config) > CONFIG_BYTES_MAX:
+        raise checkpoint_refused(path, f"has more than {CONFIG_BYTES_MAX:,} bytes", UNTOUCHED)
+    return config
+
+
 def manifest_of(layout: Mapping[str, TensorSpec], content: str | None = None) -> Manifest:
-    """Return the manifest of tensors. They need not be in a file: a trainer may broadcast them instead."""
+    """Return the manifest of tensors. They need not be in a file: a trainer may broadcast them instead.
+
+    Args:
+        layout: Data type and shape of each tensor, by name.
+        content: Content digest, if it is known.
+    """
     nbytes = sum(spec.nbytes for spec in layout.values())
     return Manifest(tensors=len(layout), nbytes=nbytes, layout=layout_digest(layout), content=content)
 
@@ -37,6 +95,10 @@ def check_directory(directory: Path, manifest: Manifest) -> None:
     """Raise CheckpointError unless the directory holds what the manifest says.
 
     The content is compared only if the manifest has a digest of it.
+
+    Args:
+        directory: A checkpoint.
+        manifest: What it must hold; None if that is not known.
     """
     check_tensors(directory, find_tensors(directory), manifest)
 

@@ -11,6 +11,10 @@ PATH_BYTES_MAX: Final = 512
 def resolve_below(root: Path, relative: str) -> Path:
     """Return the absolute path of `relative` below `root`. It need not exist yet.
 
+    Args:
+        root: The root that this side was configured with.
+        relative: The path in a command.
+
     Raises:
         CheckpointError: The path is empty, absolute, longer than PATH_BYTES_MAX, holds `..` or a NUL, begins with `~`,
             or leads out of the root through a symbolic link.

@@ -1,6 +1,6 @@
 """Reads the tensors of checkpoint files: into memory, into a digest, or into both in one pass, on several threads.
 
-Files are read, not mapped: whoever cuts off a mapped file kills the process that looks at it.
+Files are read, not mapped: a mapped file that is cut off kills the process that looks at it.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ _STEP_BYTES: Final = 1 << 20
 
 
 class FileState(NamedTuple):
-    """What the file system knows of a file. Whoever writes to the file changes that."""
+    """What the file system knows of a file. Each write to the file changes it."""
 
     name: str
     inode: int
@@ -51,6 +51,7 @@ def read_tensors(places: Mapping[str, TensorPlace], memory: Mapping[str, memoryv
     """Read tensors into memory.
 
     Args:
+        places: Where each tensor is, by name.
         memory: Where each tensor goes, by name: writable bytes, as many as it has.
         content: Digest what is read, in the same pass.
 
@@ -58,7 +59,7 @@ def read_tensors(places: Mapping[str, TensorPlace], memory: Mapping[str, memoryv
         With `content`, the content digest of what is in memory now, in hex.
 
     Raises:
-        CheckpointError: A file can't be read, or became shorter. Nobody knows what is in memory then.
+        CheckpointError: A file can't be read, or became shorter. What is in memory then is undefined.
     """
     digest = ContentDigest()
     with ExitStack() as stack:

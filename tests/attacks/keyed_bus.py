@@ -10,15 +10,11 @@ import anyio
 from controlplane.bus.bus import Bus
 from controlplane.bus.key_folder import KeyFolder
 from controlplane.record.log import RunLog
-from schemas.carriers.handshakes import DialledSocket
-from schemas.carriers.keys import (
-    KeyPair,
-    KeySource,
-    PeerKeys,
-)
 from schemas.commands import EngineCommand
 from schemas.config import AgentConfig, BusConfig
 from schemas.identity import Identity
+from schemas.transport.handshakes import DialledSocket
+from schemas.transport.keys import KeyPair, KeySource, PeerKeys
 from tests.unit.small_bus import Engine
 from workers.agent import Agent
 

@@ -12,16 +12,15 @@ from pathlib import Path
 import anyio
 import pytest
 
-from schemas.errors import EngineError
+from schemas.errors import EngineError, UnansweredError
 from schemas.identity import Identity
 from tests.engines.http_servers import HttpServer
 from workers.engines import http
-from workers.engines.client import Unanswered
 from workers.engines.http import ANSWER_BYTES, HttpClient, Route
 from workers.engines.probe import probe
 from workers.engines.sglang.engine import SGLangEngine
 from workers.engines.sglang.server import SGLangServer
-from workers.router import Router
+from workers.router import RouterRegistration
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
@@ -97,7 +96,7 @@ async def test_an_answer_is_bounded_in_bytes_and_time(
         client = HttpClient(url, ROUTES, info_path="/info")
         tracemalloc.start()
         try:
-            with anyio.fail_after(30), pytest.raises(Unanswered) as refused:
+            with anyio.fail_after(30), pytest.raises(UnansweredError) as refused:
                 await (client.read(method) if method == "read" else client.call(method))
             _, peak = tracemalloc.get_traced_memory()
         finally:
@@ -136,7 +135,7 @@ async def test_an_answer_of_another_shape_is_a_state_or_an_error_of_ours(documen
         await engine.close()
         with suppress(EngineError):
             await probe(server.url)
-        router = Router(server.url, "http://127.0.0.1:1")
+        router = RouterRegistration(server.url, "http://127.0.0.1:1")
         with pytest.raises(EngineError, match="no list of workers"):
             await router.step(lambda _: True)
         await router.close()

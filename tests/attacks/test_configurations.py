@@ -17,26 +17,15 @@ def doubled(levels: int, first: str, each: str, last: str) -> str:
 
 
 ALIASES = doubled(40, "k0: &k0 [1]", "{this}: &{this} [*{before},*{before}]", "steps: *{top}")
-MERGES = doubled(40, "k0: &k0 {{x: 1}}".format(), "{this}: &{this} {{<<: [*{before},*{before}]}}", "rollout: *{top}")
 VERL = "global_profiler:\n  tool: {tool}\n  steps: {steps}\n"
 PLAIN = VERL.format(tool="torch", steps="[1]")
-TEXTS = VERL.format(tool="${k40}", steps="[1]") + doubled(40, "k0: x", "{this}: ${{{before}}}${{{before}}}", "x: 1")
-LISTS = VERL.format(tool="torch", steps="${k40}") + doubled(
-    40, "k0: [1]", "{this}: ['${{{before}}}','${{{before}}}']", "x: 1"
-)
-SELECTS = VERL.format(tool="${k40}", steps="[1]") + doubled(
-    40, "k0: x", "{this}: ${{oc.select:{before}}}${{oc.select:{before},y}}", "x: 1"
-)
-NEAR = (
-    "global_profiler:\n  tool: ${.a0}\n" + "\n".join(f"  a{i}: ${{.a{i + 1}}}${{.a{i + 1}}}" for i in range(40)) + "\n"
-)
 
 
 @pytest.mark.parametrize("read", [ProfilerConfig.from_yaml, read_verl_config, read_config])
 @pytest.mark.parametrize(
     "text",
     [
-        *(ALIASES, MERGES, PLAIN + ALIASES, PLAIN + MERGES, TEXTS, LISTS, SELECTS, NEAR),
+        *(ALIASES, PLAIN + ALIASES),
         "steps: " + "[" * 100_000,
         "steps: " + "{a: " * 50_000,
         "- " * 100_000 + "\n",
@@ -44,13 +33,11 @@ NEAR = (
         "global_profiler: &a {steps: *a}\n",
         "steps: [" + "1," * TEXT_MAX + "]\n",
         "steps: [" + "1," * (VALUES_MAX + 1) + "]\n",
-        "steps: [" + ",".join(['"0-999999"'] * 10_000) + "]\n",
         "steps: [0x" + "f" * 100_000 + "]\n",
         "steps: [" + "9" * 5_000 + "]\n",
         "global_profiler: {steps: [" + "9" * 4_000 + "]}\n",
-        "rollout: {replicas: [1048576]}\n",
-        "rollout: {ranks: [9007199254740993]}\n",
-        'rollout: {ranks: ["9007199254740992-9007199254740993"]}\n',
+        "plan: {replicas: [1048576]}\n",
+        "plan: {ranks: [9007199254740993]}\n",
         "timeout_ms: 604800001\nsteps: [1]\n",
         "? [[a, b]]\n: 1\nglobal_profiler: 5\n",
     ],
@@ -68,7 +55,7 @@ def test_a_mapping_that_contains_itself_or_too_much_is_refused(
     read: Callable[[dict[str, object]], ProfilerConfig | ConfigReading],
 ) -> None:
     endless: dict[str, object] = {"global_profiler": {}}
-    endless["rollout"] = endless
+    endless["plan"] = endless
     wide: object = [1]
     for _ in range(60):
         wide = [wide, wide]

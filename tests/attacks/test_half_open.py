@@ -6,8 +6,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from schemas.carriers.sockets import Context
 from schemas.config import BusConfig
+from schemas.transport.sockets import Context
 from tests.attacks.proxy import HOST, Proxy, proxied
 from tests.attacks.test_transport import trainer
 from tests.unit.small_bus import FLUSH, PRIMARY, Engine, running
@@ -29,7 +29,7 @@ def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr("workers.link.link.SILENT_MS", 300)
         monkeypatch.setattr("workers.link.connection.ANSWER_S", 0.5)
         monkeypatch.setattr("workers.link.connection.BUSY_S", 0.1)
-        monkeypatch.setattr("schemas.carriers.sockets.HANDSHAKE_MS", 300)
+        monkeypatch.setattr("schemas.transport.sockets.HANDSHAKE_MS", 300)
 
 
 @pytest.mark.parametrize("silent", ["control", "publish", "both"])
@@ -68,14 +68,14 @@ async def test_a_trainer_that_holds_the_gil_longer_than_agents_wait_keeps_its_fl
     silent_ms: int,
 ) -> None:
     asked: list[Connection] = []
-    original = Connection._ask_elsewhere
+    original = Connection._try_second_connection
 
     async def ask_elsewhere(self: Connection) -> None:
         asked.append(self)
         await original(self)
 
     monkeypatch.setattr("workers.link.link.SILENT_MS", silent_ms)
-    monkeypatch.setattr(Connection, "_ask_elsewhere", ask_elsewhere)
+    monkeypatch.setattr(Connection, "_try_second_connection", ask_elsewhere)
     caplog.set_level(logging.INFO)
     with trainer(tmp_path) as victim:
         async with running(f"tcp://127.0.0.1:{victim.control}", context, Engine(), tmp_path, PRIMARY) as agent:

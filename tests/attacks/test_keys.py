@@ -15,16 +15,11 @@ from controlplane.bus.binding import bound
 from controlplane.bus.key_folder import KeyFolder
 from controlplane.bus.operator import ask_status, submit
 from schemas import wire
-from schemas.carriers.edge_socket import EdgeSocket
-from schemas.carriers.keys import (
-    Credentials,
-    KeyPair,
-    read_peer_keys,
-    write_private,
-)
-from schemas.carriers.sockets import Context, agent_dealer, agent_subscriber
-from schemas.commands import Target
+from schemas.commands import Checkpoint, Target
 from schemas.errors import AddressInUse, CommandError, IdentityTaken, KeyRefused
+from schemas.transport.async_socket import AsyncZmqSocket
+from schemas.transport.keys import Credentials, KeyPair, read_peer_keys, write_private
+from schemas.transport.sockets import Context, agent_dealer, agent_subscriber
 from tests.attacks.keyed_bus import (
     FLUSH,
     HERE,
@@ -41,6 +36,7 @@ from tests.attacks.keyed_bus import (
 from tests.unit.small_bus import Engine
 from tests.waiting import until
 from workers.link import connection, link
+from workers.link.heartbeat import Heartbeat
 
 pytestmark = pytest.mark.anyio
 
@@ -48,7 +44,7 @@ pytestmark = pytest.mark.anyio
 # --- who comes in -----------------------------------------------------------------------------------------------------
 
 
-async def test_only_a_key_of_the_folder_comes_in_and_everybody_else_learns_why_not(
+async def test_only_a_key_of_the_folder_comes_in_and_all_others_learn_why_not(
     context: Context, folder: KeyFolder, tmp_path: Path
 ) -> None:
     good = read_peer_keys(folder.add("node", "agent", ("0",)))
@@ -61,7 +57,7 @@ async def test_only_a_key_of_the_folder_comes_in_and_everybody_else_learns_why_n
             async with agent_dealer(context, reach(bus), Credentials(pair, server)) as dealer:
                 assert says in await first(dealer)
         async with agent_dealer(context, reach(bus)) as dealer:
-            assert "lets nobody in without a key" in await first(dealer)
+            assert "admits no peer without a key" in await first(dealer)
     async with (
         bus_of(None, tmp_path, HERE) as plain,
         agent_dealer(context, plain.address, Credentials(good.pair, good.servers[0])) as dealer,
@@ -76,7 +72,7 @@ async def test_a_subscriber_without_an_allowed_key_hears_nothing(
 ) -> None:
     good = read_peer_keys(folder.add("node", "observer", ()))
     async with bus_of(folder, tmp_path) as bus:
-        address = f"tcp://127.0.0.1:{bus._turns.publisher.address.rpartition(':')[2]}"
+        address = f"tcp://127.0.0.1:{bus.publisher.address.rpartition(':')[2]}"
         unknown = Credentials(stranger(folder).pair, good.servers[0])
         async with (
             agent_subscriber(context, address, [wire.TOPIC_HEAD]) as plain,
@@ -134,7 +130,7 @@ async def test_a_role_may_do_what_it_is_for_and_nothing_else(folder: KeyFolder, 
                 await ask(keys=keys[role])
         with pytest.raises(CommandError, match="key agent is for agents, and may not read the status"):
             await ask_status(where, keys=keys["agent"])
-        for unknown, says in ((source(stranger(folder)), NOBODY), (None, "lets nobody in without a key")):
+        for unknown, says in ((source(stranger(folder)), NOBODY), (None, "admits no peer without a key")):
             with pytest.raises(KeyRefused, match=says):
                 await ask_status(where, keys=unknown)
         assert bus.state.seq == published
@@ -169,10 +165,7 @@ async def test_a_connection_of_one_agent_can_speak_for_no_other(
 ) -> None:
     """The victim 0.0 is live. An agent with a key for 1 says goodbye, hello and answers in its name."""
     victim, thief = (folder.add(f"node-{place}", "agent", (place,)) for place in ("0", "1"))
-    async with (
-        bus_of(folder, tmp_path) as bus,
-        agent_of(reach(bus), victim, tmp_path / "state") as (agent, ended),
-    ):
+    async with bus_of(folder, tmp_path) as bus, agent_of(reach(bus), victim, tmp_path / "state") as (agent, ended):
         await until(lambda: live(bus) == ["0.0"])
         stolen = bus.state.members["0.0"].hello
         own = source(thief)
@@ -254,7 +247,7 @@ async def test_a_subscription_with_a_revoked_key_ends_and_the_others_miss_nothin
     assert leaver is not None
     async with bus_of(folder, tmp_path) as bus, agent_of(reach(bus), stayer, tmp_path / "state") as (agent, ended):
         await until(lambda: live(bus) == ["0.0"])
-        address = f"tcp://127.0.0.1:{bus._turns.publisher.address.rpartition(':')[2]}"
+        address = f"tcp://127.0.0.1:{bus.publisher.address.rpartition(':')[2]}"
         async with agent_subscriber(
             context, address, [wire.TOPIC_COMMAND, wire.TOPIC_HEAD], leaver.credentials()
         ) as spy:
@@ -264,16 +257,16 @@ async def test_a_subscription_with_a_revoked_key_ends_and_the_others_miss_nothin
                 await bus.publish(FLUSH, Target(), 5_000)
                 while (await spy.recv())[0] != wire.TOPIC_COMMAND:
                     pass
-            before = bus._turns.publisher
+            before = bus.publisher
             folder.revoke("spy")
-            await until(lambda: bus._turns.publisher is not before)
+            await until(lambda: bus.publisher is not before)
             for _ in range(3):
                 assert (await bus.publish(FLUSH, Target(), 20_000)).acted == ("0.0",)
             heard = []
             while frames := spy.recv_nowait():
                 heard.append(frames[0])
             assert wire.TOPIC_COMMAND not in heard
-        assert bus._turns.publisher.address == before.address
+        assert bus.publisher.address == before.address
         assert agent.state.seq == bus.state.seq
         assert not ended
 
@@ -286,7 +279,7 @@ async def test_a_publish_port_that_another_process_takes_meanwhile_is_waited_for
     folder.add("spy", "observer", ())
     attempts = []
 
-    async def in_use_at_first(bind: Callable[[], EdgeSocket]) -> EdgeSocket:
+    async def in_use_at_first(bind: Callable[[], AsyncZmqSocket]) -> AsyncZmqSocket:
         attempts.append(bind)
         if len(attempts) < 3:
             raise AddressInUse("taken")
@@ -297,12 +290,12 @@ async def test_a_publish_port_that_another_process_takes_meanwhile_is_waited_for
         agent_of(reach(bus), folder.add("node", "agent", ("0",)), tmp_path / "state") as (_, ended),
     ):
         await until(lambda: live(bus) == ["0.0"])
-        before = bus._turns.publisher
+        before = bus.publisher
         monkeypatch.setattr("controlplane.bus.bus.bound", in_use_at_first)
         folder.revoke("spy")
         await until(lambda: bool(attempts))
         assert (await bus.publish(FLUSH, Target(), 20_000)).acted == ("0.0",)
-        await until(lambda: bus._turns.publisher is not before)
+        await until(lambda: bus.publisher is not before)
         assert "a revoked key still hears what is published" in caplog.text
         assert (await bus.publish(FLUSH, Target(), 20_000)).acted == ("0.0",)
         assert not ended
@@ -339,6 +332,41 @@ async def test_an_agent_gets_a_new_key_as_it_runs_and_then_the_old_one_is_refuse
         assert not ended
 
 
+async def test_a_new_key_waits_until_no_sync_is_open(
+    folder: KeyFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats, beat = list[None](), Heartbeat.beat
+
+    def counted(heartbeat: Heartbeat, *, doubtful: bool) -> None:
+        beat(heartbeat, doubtful=doubtful)
+        beats.append(None)
+
+    monkeypatch.setattr(Heartbeat, "beat", counted)
+    issued = folder.add("node", "agent", ("0",))
+    (tmp_path / "node.key").touch(0o600)
+    (tmp_path / "node.key").write_bytes(issued.read_bytes())
+    async with (
+        bus_of(folder, tmp_path) as bus,
+        agent_of(reach(bus), tmp_path / "node.key", tmp_path / "state") as (_, ended),
+    ):
+        await until(lambda: following(bus) == ["0.0"])
+        peer = bus.state.members["0.0"].peer
+        target = Target()
+        ticket = bus.sync(
+            1, Checkpoint("v1"), None, in_flight="abort", quorum=None, target=target, timeout_ms=20_000, sends=True
+        )
+        await bus.wait_until(lambda state: state.sync is not None and state.sync.held_until_us is not None)
+        write_private(tmp_path / "node.key", read_peer_keys(folder.rotate("node")), replace=True)
+        beats.clear()
+        await until(lambda: len(beats) > 3)  # after each of them the agent looks whether its key file has changed
+        bus.note_sent(ticket)
+        await bus.wait_until(lambda state: state.sync is not None and state.sync.held_until_us is None)
+        assert bus.state.members["0.0"].peer == peer
+        assert (await ticket).status == "committed"
+        await until(lambda: bus.state.members["0.0"].peer != peer and following(bus) == ["0.0"])
+        assert not ended
+
+
 async def test_the_key_of_the_bus_is_replaced_between_two_lives_of_the_trainer_and_no_agent_restarts(
     folder: KeyFolder, tmp_path: Path
 ) -> None:
@@ -368,10 +396,7 @@ async def test_the_log_of_an_agent_says_why_it_does_not_get_in_and_it_gets_in_on
     issued = folder.add("node", "agent", ("0",))
     record = folder.path / "allowed" / "node.json"
     record.rename(tmp_path / "later")
-    async with (
-        bus_of(folder, tmp_path) as bus,
-        agent_of(reach(bus), issued, tmp_path / "state") as (_, ended),
-    ):
+    async with bus_of(folder, tmp_path) as bus, agent_of(reach(bus), issued, tmp_path / "state") as (_, ended):
         await until(lambda: "the bus refused this key" in caplog.text)
         assert "this key is not one of the bus's" in caplog.text, "the log of the bus says it too"
         assert live(bus) == []
@@ -382,7 +407,7 @@ async def test_the_log_of_an_agent_says_why_it_does_not_get_in_and_it_gets_in_on
 
 @pytest.mark.parametrize(
     ("has", "needs", "says"),
-    [(False, True, "lets nobody in without a key"), (True, False, "has no keys|for it, or none")],
+    [(False, True, "admits no peer without a key"), (True, False, "has no keys|for it, or none")],
     ids=["plain agent", "plain bus"],
 )
 @pytest.mark.one_loop

@@ -12,17 +12,17 @@ from anyio import to_thread
 from msgspec.structs import replace
 
 from controlplane import ControlPlane
+from controlplane.analysis.invariants import verify
 from controlplane.bus.bus import Bus
-from controlplane.record.invariants import verify
 from controlplane.record.log import RunLog
 from schemas import wire
-from schemas.carriers.sockets import Context, agent_dealer
 from schemas.commands import Checkpoint
 from schemas.config import BusConfig
 from schemas.errors import CommandFailed
 from schemas.events import Call, Load, Returned
 from schemas.identity import Identity
 from schemas.reports import SyncReport
+from schemas.transport.sockets import Context, agent_dealer
 from tests.attacks.proxy import HOST, proxied
 from tests.processes.test_agent_process import Node
 from tests.unit.small_bus import Engine, running
@@ -53,7 +53,7 @@ async def sync(bus: Bus, version: int) -> SyncReport:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"link.SILENT_MS": 300, "connection.ANSWER_S": 0.5, "connection.BUSY_S": 0.1}.items():
         monkeypatch.setattr(f"workers.link.{name}", value)
-    monkeypatch.setattr("schemas.carriers.sockets.HANDSHAKE_MS", 300)
+    monkeypatch.setattr("schemas.transport.sockets.HANDSHAKE_MS", 300)
 
 
 @pytest.mark.usefixtures("quick")

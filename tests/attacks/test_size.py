@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from controlplane.record.invariants import verify
+from controlplane.analysis.invariants import verify
 from controlplane.record.log import RunLog
 from schemas import wire
 from schemas.identity import Identity, agent_of

@@ -1,6 +1,7 @@
 """Text of others that a terminal or a browser would act on: it is shown everywhere, and acts nowhere."""
 
 import io
+import json
 import logging
 from pathlib import Path
 
@@ -11,19 +12,20 @@ from rich.console import Console
 
 from controlplane.bus.bus import Bus
 from controlplane.cli.__main__ import cli
-from controlplane.cli.tables import command_table, fleet_table, probe_table
+from controlplane.cli.tables import fleet_table, probe_table
 from controlplane.record.log import RunLog
 from controlplane.report.collect import collect
 from controlplane.report.page import write_page
 from schemas import wire
-from schemas.carriers.sockets import Context, agent_dealer
+from schemas.agent_status import AgentStatus
 from schemas.commands import EngineCommand, Target
 from schemas.config import BusConfig
-from schemas.formatting import Printable, markup, one_line, printable
+from schemas.formatting import Printable, json_text, markup, one_line, printable
 from schemas.identity import Identity
 from schemas.logs import logger_of
 from schemas.outcomes import Acted, ErrorKind, Failed, Trace
-from schemas.reports import AgentStatus, FleetStatus
+from schemas.reports import FleetStatus
+from schemas.transport.sockets import Context, agent_dealer
 from workers.engines.probe import Probed
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
@@ -55,6 +57,14 @@ def test_the_functions_that_make_text_harmless() -> None:
     shown = rendered(markup(HOSTILE))
     assert "[red]x[/] [link=http://evil]y[/link]" in shown and harmless(shown)
     assert rendered(f"[red]{markup('path' + chr(92))}[/red]") == "path\\\n"
+
+
+def test_json_that_is_printed_holds_the_same_and_does_nothing() -> None:
+    told = {"text": f"{HOSTILE}\U000e0001 ü \U0001f600"}
+    shown = json_text(told)
+    assert shown.isprintable() and json.loads(shown) == told and "ü \U0001f600" in shown
+    commands = (Path(__file__).parents[2] / "controlplane" / "cli").glob("*.py")
+    assert [path.name for path in commands if "msgspec.json.encode(" in path.read_text("utf-8")] == []
 
 
 def test_a_line_of_a_log_can_not_be_forged(caplog: pytest.LogCaptureFixture) -> None:
@@ -90,11 +100,11 @@ async def test_whatever_an_agent_says_of_itself_is_shown_and_does_nothing(
         with anyio.fail_after(10):
             reports = [await first, await second]
         fleet = bus.status()
-    shown = [rendered(fleet_table(fleet)), rendered(command_table(reports)), *all_of_it(fleet)]
+    shown = [rendered(fleet_table(fleet)), *all_of_it(fleet)]
     shown += [text for report in reports for text in all_of_it(report)]
     page = io.StringIO()
     write_page(page, collect(RunLog.read(tmp_path / "run.db")), HOSTILE, HOSTILE)
-    for command in (["log", "show"], ["log", "verify"]):
+    for command in (["log", "show"], ["log", "verify"], ["log", "show", "--json"], ["log", "verify", "--json"]):
         shown.append(CliRunner().invoke(cli, [*command, str(tmp_path / "run.db")]).output)
     assert all(harmless(text) for text in (*shown, *caplog.messages, page.getvalue()))
     assert "<script>alert" not in page.getvalue() and "[link=http://evil]" in shown[0]

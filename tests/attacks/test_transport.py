@@ -16,7 +16,7 @@ from tests.running import started
 TRAINER = """
 import ctypes, sys
 from controlplane import ControlPlane
-from schemas.carriers import sockets
+from schemas.transport import sockets
 sockets.HANDSHAKE_MS = 60_000  # on a busy machine the attackers may be slow
 poll = ctypes.PyDLL(None).poll  # a call through PyDLL keeps the GIL
 with ControlPlane("tcp://127.0.0.1:0", log=sys.argv[1]) as plane:
@@ -110,16 +110,20 @@ def test_a_ping_behind_more_than_is_read_does_not_abort_the_trainer(
 @pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.attacks)])
 @pytest.mark.parametrize("size", [4, 400, 4_000])
 def test_subscriptions_to_made_up_topics_fill_no_memory(tmp_path: Path, size: int, rounds: int) -> None:
-    topics = random.Random(0)
+    topics, most = random.Random(0), 0
+    made_up = b"".join(frame(b"\x01" + topics.randbytes(size)) for _ in range(4 * MB // size))
     with trainer(tmp_path) as victim:
         before = victim.memory()
         for _ in range(rounds):
             with connected(victim.publish, 1, "SUB") as (attacker,):
-                made_up = b"".join(frame(b"\x01" + topics.randbytes(size)) for _ in range(1_000_000 // size))
                 assert attacker.flood(made_up, 42 * MB)
                 victim.hold(0)
                 assert victim.line() == "alive"
-        assert victim.memory() - before < 20 * MB  # libzmq took 2.4 GB for them
+                most = max(most, victim.memory() - before)
+        # Without limits 2.4 GB. Mostly the first wrong topic ends it, and it takes 1 MB. But topics may come as fast as
+        # they are stored, in fifty times their size, some 10 MB a second. Then it ends when the bus is looked at, each
+        # 0.03 s; on a busy machine that is late.
+        assert most < 200 * MB
         victim.close()
 
 

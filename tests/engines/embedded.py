@@ -45,7 +45,7 @@ from workers.engines.client import EngineClient
 from workers.engines.sglang.engine import SGLangEngine
 from workers.engines.sglang.in_process import TokenizerManagerClient
 from workers.engines.vllm.engine import VLLMEngine
-from workers.engines.vllm.in_process import AsyncLLMClient
+from workers.engines.vllm.in_process import AsyncLLMClient, lora_request
 
 PLACE: Final = Identity(replica=0, node_rank=0)
 PROMPT: Final = [(7 * i) % 251 for i in range(140)]
@@ -78,26 +78,26 @@ class Rollout(ABC):
     """An engine as a trainer uses it, without the agent."""
 
     front: EngineClient
-    adapter: VLLMEngine | SGLangEngine
+    backend: VLLMEngine | SGLangEngine
     ways: tuple[str, ...]
-    """How it takes weights on a CPU: from a `checkpoint`, as `tensors`, by `broadcast`."""
+    """How it takes weights on a CPU: from a `checkpoint`, by `broadcast`."""
 
     @abstractmethod
-    def stream(self, count: int) -> AsyncIterator[Answer]:
+    def stream(self, count: int, adapter: str = "") -> AsyncIterator[Answer]:
         """Greedy tokens, as they come: all so far each time."""
 
     @abstractmethod
     async def round_trip(self) -> None:
         """Go to the scheduler and back, behind everything that was sent before."""
 
-    async def generate(self, count: int = SHORT) -> Answer:
+    async def generate(self, count: int = SHORT, adapter: str = "") -> Answer:
         request = Request()
-        await self.follow(request, count)
+        await self.follow(request, count, adapter)
         assert request.answer is not None
         return request.answer
 
-    async def follow(self, request: Request, count: int = LONG) -> None:
-        async for answer in self.stream(count):
+    async def follow(self, request: Request, count: int = LONG, adapter: str = "") -> None:
+        async for answer in self.stream(count, adapter):
             request.tokens, request.answer = answer.tokens, answer
             request.first.set()
         request.done.set()
@@ -112,7 +112,7 @@ class VLLM(Rollout):
 
     ways = ("checkpoint",)
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **options: object) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -128,18 +128,21 @@ class VLLM(Rollout):
                 "ignore_frontend": True,
                 "torch_profiler_with_stack": False,  # small traces
             },
+            **options,
         )
         self._engine = AsyncLLM.from_engine_args(arguments)
         self._requests = 0
         self.front = AsyncLLMClient(self._engine)
-        self.adapter = VLLMEngine(PLACE, self.front, checkpoints=folder / "checkpoints", traces=folder / "traces")
+        self.backend = VLLMEngine(PLACE, self.front, checkpoints=folder / "checkpoints", traces=folder / "traces")
 
-    async def stream(self, count: int) -> AsyncIterator[Answer]:
+    async def stream(self, count: int, adapter: str = "") -> AsyncIterator[Answer]:
         from vllm import SamplingParams
 
         self._requests += 1
         sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
-        async for reply in self._engine.generate({"prompt_token_ids": PROMPT}, sampling, f"request-{self._requests}"):
+        named, prompt = f"request-{self._requests}", {"prompt_token_ids": PROMPT}
+        lora = lora_request(self._engine, adapter) if adapter else None
+        async for reply in self._engine.generate(prompt, sampling, named, lora_request=lora):
             output = reply.outputs[0]
             yield Answer(list(output.token_ids), output.finish_reason or "", reply.num_cached_tokens or 0)
 
@@ -155,9 +158,9 @@ class VLLM(Rollout):
 class SGLang(Rollout):
     """SGLang's Engine and its tokenizer manager. The nodes of one engine find each other at `meet`, HOST:PORT."""
 
-    ways = ("checkpoint", "tensors", "broadcast")
+    ways = ("checkpoint", "broadcast")
 
-    def __init__(self, folder: Path, place: Identity = PLACE, meet: str | None = None) -> None:
+    def __init__(self, folder: Path, place: Identity = PLACE, meet: str | None = None, **options: object) -> None:
         from sglang.srt.entrypoints.engine import Engine
 
         nodes = {"tp_size": place.nnodes, "nnodes": place.nnodes, "node_rank": place.node_rank, "dist_init_addr": meet}
@@ -173,13 +176,16 @@ class SGLang(Rollout):
             max_running_requests=8,
             dtype="float32",
             **(nodes if place.nnodes > 1 else {}),
+            **options,
         )
         self.front = TokenizerManagerClient(self._engine.tokenizer_manager)
-        self.adapter = SGLangEngine(place, self.front, checkpoints=folder / "checkpoints", traces=folder / "traces")
+        self.backend = SGLangEngine(place, self.front, checkpoints=folder / "checkpoints", traces=folder / "traces")
 
-    async def stream(self, count: int) -> AsyncIterator[Answer]:
+    async def stream(self, count: int, adapter: str = "") -> AsyncIterator[Answer]:
         sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
-        chunks = await self._engine.async_generate(input_ids=PROMPT, sampling_params=sampling, stream=True)
+        chunks = await self._engine.async_generate(
+            input_ids=PROMPT, sampling_params=sampling, stream=True, lora_path=adapter or None
+        )
         async for chunk in chunks:
             meta = chunk["meta_info"]
             finish = (meta.get("finish_reason") or {}).get("type", "")
@@ -220,7 +226,7 @@ class Trainer:
         """Sync new weights to the whole fleet."""
         path, tensors = f"v{version}", weights(seed)
         manifest = build_manifest(save_weights(self.folder / "checkpoints" / path, tensors), content=True)
-        source: Source = Checkpoint(path, as_tensors=way == "tensors")
+        source: Source = Checkpoint(path)
         async with anyio.create_task_group() as tasks:
             if way == "broadcast":
                 source = Broadcast(
@@ -240,7 +246,7 @@ class Trainer:
         for version, way in enumerate(("", *(way for way in self.rollout.ways for _ in range(2)))):
             if version:
                 await self.sync(version, 1 + version % 2, way)
-            observed = await self.rollout.adapter.observe()
+            observed = await self.rollout.backend.observe()
             answer = await self.rollout.generate()
             seen.append({"tokens": answer.tokens, "version": observed.version, "generating": observed.generating})
         return {"weights": seen}
@@ -264,7 +270,7 @@ class Trainer:
             counts = [len(frozen.tokens), len(late.tokens)]
             await self.rollout.turns()
             counts += [len(frozen.tokens), len(late.tokens)]
-            observed = await self.rollout.adapter.observe()
+            observed = await self.rollout.backend.observe()
             await self.command(EngineCommand(operation="resume"))
             with anyio.fail_after(30):
                 await frozen.done.wait()
@@ -334,7 +340,7 @@ async def seen_from_elsewhere(rollout: Rollout) -> str:
 
     def elsewhere() -> None:
         try:
-            asyncio.run(rollout.adapter.open())
+            asyncio.run(rollout.backend.open())
         except EngineError as error:
             errors.append(str(error))
 
@@ -345,14 +351,14 @@ async def seen_from_elsewhere(rollout: Rollout) -> str:
 
 
 async def seen_when_dead(rollout: VLLM) -> dict[str, object]:
-    """Return what the adapter and the front end report about an engine whose core was killed."""
+    """Return what the backend and the front end report about an engine whose core was killed."""
     rollout.kill()
     message = ""
     try:
         await rollout.front.call("sleep", level=0)  # vLLM ends it when it finds that nobody will answer
     except EngineError as error:
         message = f"{type(error).__name__}: {error}"
-    return {"dead": [(await rollout.adapter.observe()).tokenizer, await rollout.front.methods(), message]}
+    return {"dead": [(await rollout.backend.observe()).tokenizer, await rollout.front.methods(), message]}
 
 
 @asynccontextmanager
@@ -363,7 +369,7 @@ async def commanded(folder: Path, rollout: Rollout) -> AsyncIterator[Trainer]:
     state = folder / "state"
     async with (
         Bus("tcp://127.0.0.1:0", RunLog.open(folder / "run.db"), quick) as bus,
-        Agent(bus=bus.address, identity=PLACE, engine=rollout.adapter, state_dir=state, config=config) as agent,
+        Agent(bus=bus.address, identity=PLACE, engine=rollout.backend, state_dir=state, config=config) as agent,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(agent.run)
@@ -388,7 +394,7 @@ async def run(kind: str, folder: Path) -> None:
             )
             for attempt in tried:
                 report |= await attempt()
-            observed = await rollout.adapter.observe()
+            observed = await rollout.backend.observe()
             report |= {
                 "calls": trainer.calls,
                 "operations": sorted(observed.operations),

@@ -78,7 +78,7 @@ async def serve(folder: Path, node_rank: int, address: str, meet: str) -> None:
     rollout = SGLang(folder, place, meet)
     config = AgentConfig(hello_retry_ms=20, observe_ms=50)
     traces = NodeTraces(folder / "traces", place)
-    engine, state = rollout.adapter, folder / "state"
+    engine, state = rollout.backend, folder / "state"
     agent = Agent(bus=address, identity=place, engine=engine, state_dir=state, traces=traces, config=config)
     async with agent:
         if node_rank > 0:

@@ -1,4 +1,4 @@
-"""The adapters attached to stand-ins of every release that is read, over HTTP and in process.
+"""The backends attached to stand-ins of every release that is read, over HTTP and in process.
 
 A stand-in is made from the release's own source and is stricter than the real one: an unknown parameter is an error.
 """
@@ -18,8 +18,8 @@ from schemas.desired import ProfileSession
 from schemas.errors import CheckpointError, EngineError
 from schemas.events import Abort, EngineCall, Flush, Load, Pause, Resume, Sleep, StartProfile, StopProfile, Wake
 from schemas.identity import Identity, Operation, Tag
-from tests.engines import wheels
-from tests.engines.strict import App, AppPool, StandIn, request_module, stand_in
+from tests.engines import surfaces
+from tests.engines.strict import App, StandIn, request_module, stand_in
 from tests.engines.surfaces import Surface, read
 from workers.engines.client import EngineClient
 from workers.engines.sglang.engine import SGLangEngine
@@ -30,7 +30,7 @@ from workers.engines.vllm.in_process import AsyncLLMClient
 from workers.engines.vllm.server import VLLMServer
 
 PLACE = Identity(replica=0, node_rank=0)
-LATEST = {kind: versions[-1] for kind, versions in wheels.RELEASES.items()}
+LATEST = {kind: versions[-1] for kind, versions in surfaces.RELEASES.items()}
 SHORT = ProfilePlan(window=Window(0, 2))
 WEIGHTS, CACHE = frozenset[Tag]({"weights"}), frozenset[Tag]({"kv_cache"})
 
@@ -60,24 +60,26 @@ CALLS: list[tuple[Operation, EngineCall, str]] = [
 _READS = {"check_health", "is_paused", "is_sleeping", "get_weight_version", "config_value", "auto_create_handle_loop"}
 
 
-def releases(*kinds: wheels.Kind) -> list[Any]:
+def releases(*kinds: surfaces.Kind) -> list[Any]:
     """Every release of these engines, as parameters (kind, version)."""
-    chosen = kinds or tuple(wheels.RELEASES)
-    return [pytest.param(kind, version, id=f"{kind}-{version}") for kind in chosen for version in wheels.RELEASES[kind]]
+    chosen = kinds or tuple(surfaces.RELEASES)
+    return [
+        pytest.param(kind, version, id=f"{kind}-{version}") for kind in chosen for version in surfaces.RELEASES[kind]
+    ]
 
 
 @dataclass
 class Attached:
-    """An adapter and the client under it."""
+    """A backend and the client under it."""
 
     client: EngineClient
-    adapter: VLLMEngine | SGLangEngine
+    backend: VLLMEngine | SGLangEngine
     calls: Callable[[], list[str]]
 
     async def refusal(self, call: EngineCall) -> str:
-        """Perform a call. Returns why the adapter or the engine refused it; empty if it was carried out."""
+        """Perform a call. Returns why the backend or the engine refused it; empty if it was carried out."""
         try:
-            await self.adapter.perform(call, 1.0)
+            await self.backend.perform(call, 1.0)
         except (EngineError, CheckpointError) as error:
             return str(error)
         return ""
@@ -85,14 +87,14 @@ class Attached:
 
 @dataclass
 class OverHTTP(Attached):
-    """An adapter and the server that it calls."""
+    """A backend and the server that it calls."""
 
     app: App
 
 
 @dataclass
 class InProcess(Attached):
-    """An adapter and the object that it calls."""
+    """A backend and the object that it calls."""
 
     standin: StandIn
 
@@ -110,43 +112,43 @@ def save_tensor(directory: Path) -> Path:
 
 
 def attached(
-    transport: Transport, kind: wheels.Kind, version: str, folder: Path
+    transport: Transport, kind: surfaces.Kind, version: str, folder: Path
 ) -> AbstractAsyncContextManager[OverHTTP | InProcess]:
-    """The adapter, attached to an engine of this release that was launched with everything it needs."""
+    """The backend, attached to an engine of this release that was launched with everything it needs."""
     return over_http(kind, version, folder) if transport == "http" else in_process(kind, version, folder)
 
 
 @asynccontextmanager
-async def over_http(kind: wheels.Kind, version: str, folder: Path) -> AsyncIterator[OverHTTP]:
+async def over_http(kind: surfaces.Kind, version: str, folder: Path) -> AsyncIterator[OverHTTP]:
     app = App(read(kind, version), (_sglang_answers if kind == "sglang" else _vllm_answers)(version, folder))
     client = SGLangServer("http://engine") if kind == "sglang" else VLLMServer("http://engine")
-    client._pool = AppPool(app)  # type: ignore[assignment]  # the same client, with another way to the server
-    adapter = await _opened(kind, client, folder)
-    yield OverHTTP(client, adapter, lambda: [request.path for request in app.requests], app)
-    await adapter.close()
+    client._pool = app  # type: ignore[assignment]  # the same client, with another way to the server
+    backend = await _opened(kind, client, folder)
+    yield OverHTTP(client, backend, lambda: [request.path for request in app.requests], app)
+    await backend.close()
 
 
 @asynccontextmanager
-async def in_process(kind: wheels.Kind, version: str, folder: Path) -> AsyncIterator[InProcess]:
+async def in_process(kind: surfaces.Kind, version: str, folder: Path) -> AsyncIterator[InProcess]:
     surface = read(kind, version)
     standin = (_tokenizer_manager if kind == "sglang" else _async_llm)(surface, folder)
     make = TokenizerManagerClient if kind == "sglang" else AsyncLLMClient
     client = make(standin.engine, request_module(surface))
-    adapter = await _opened(kind, client, folder)
+    backend = await _opened(kind, client, folder)
     yield InProcess(
-        client, adapter, lambda: [call.method for call in standin.calls if call.method not in _READS], standin
+        client, backend, lambda: [call.method for call in standin.calls if call.method not in _READS], standin
     )
-    await adapter.close()
+    await backend.close()
 
 
-async def _opened(kind: wheels.Kind, client: EngineClient, folder: Path) -> VLLMEngine | SGLangEngine:
+async def _opened(kind: surfaces.Kind, client: EngineClient, folder: Path) -> VLLMEngine | SGLangEngine:
     (folder / "traces" / "engine").mkdir(parents=True)
     for name in ("launched", "step_7"):
         save_tensor(folder / "checkpoints" / name)
     make = SGLangEngine if kind == "sglang" else VLLMEngine
-    adapter = make(PLACE, client, checkpoints=folder / "checkpoints", traces=folder / "traces")
-    await adapter.open()
-    return adapter
+    backend = make(PLACE, client, checkpoints=folder / "checkpoints", traces=folder / "traces")
+    await backend.open()
+    return backend
 
 
 def _sglang_launch(folder: Path) -> dict[str, Any]:
@@ -178,7 +180,7 @@ def _tokenizer_manager(surface: Surface, folder: Path) -> StandIn:
 
 @dataclass
 class _Profiler:
-    """vLLM's profiler configuration, as far as the adapter reads it."""
+    """vLLM's profiler configuration, as far as the backend reads it."""
 
     profiler: str
     torch_profiler_dir: str
@@ -186,7 +188,7 @@ class _Profiler:
 
 def _paused_after_wake(version: str) -> bool:
     """A wake lifts a pause from 0.17 on."""
-    return wheels.number(version) < (0, 17)
+    return surfaces.number(version) < (0, 17)
 
 
 def _vllm_answers(version: str, folder: Path) -> dict[str, Any]:

@@ -51,11 +51,7 @@ class Process:
     """A process with everything that it starts; its output goes to a log file."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        log: Path,
-        environment: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
+        self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None, cwd: Path | None = None
     ) -> None:
         self.command, self.log, self.environment, self.cwd = list(command), log, dict(environment or {}), cwd
         self.start()
@@ -110,12 +106,22 @@ class Process:
 class EngineServer(Process):
     """vLLM or SGLang with a tiny model, on this machine's loopback."""
 
-    def __init__(self, kind: str, model: Path, folder: Path, *options: str, port: int | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        model: Path,
+        folder: Path,
+        *options: str,
+        port: int | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.kind, self.port = kind, port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.model = str(model)
         super().__init__(
-            command(kind, model, self.port, *options), folder / f"server-{self.port}.log", environment(kind)
+            command(kind, model, self.port, *options),
+            folder / f"server-{self.port}.log",
+            environment(kind) | dict(variables or {}),
         )
 
     def wait_up(self, path: str = "/health") -> None:
@@ -172,12 +178,6 @@ class Request(threading.Thread):
     @property
     def ended(self) -> bool:
         return not self.is_alive()
-
-    def grows(self, tokens: int) -> None:
-        """Wait for this many more tokens."""
-        wanted = self.made + tokens
-        wait_for(f"{wanted} tokens of {self}", lambda: self.made >= wanted or self.ended, 60)
-        assert self.made >= wanted, self
 
     def run(self) -> None:
         try:

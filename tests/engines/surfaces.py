@@ -1,142 +1,137 @@
-"""What one release of an engine offers, over HTTP and in process, and the openapi.json that its server publishes.
+"""What each release of an engine offers a backend, over HTTP and in process: `released/*.jsonl`, read from its source.
 
-surface = read("vllm", "0.32.0")
-surface.served()["/pause"]["POST"].query        # (Field("mode", "Literal['abort', 'wait', 'keep']", "abort"), ...)
-surface.shapes["StartProfileRequest"].fields
-surface.methods["pause_generation"].signature
-openapi(surface)["paths"]["/pause"]
+Each line is a route, a request class, a method or an attribute, with its releases. Only what a backend may use is
+listed. Signatures are Python's; a default that is no literal is `...`. `test_installed.py` compares the newest release
+with the engine itself, and prints the lines for a new one:
+
+    surface = read("vllm", "0.32.0")
+    surface.routes["/pause"]["POST"].query        # "(mode: Literal['abort', 'wait', 'keep'] = 'abort', ...)"
+    openapi(surface)["paths"]["/pause"]
 """
 
-import ast
+import inspect
+import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from tests.engines import wheels
-from tests.engines.routes import Reader, Route
-from tests.engines.shapes import Field, Method, Shape, read_attributes, read_methods, read_shape
-from tests.engines.sources import Module, Tree
+import msgspec
 
-ENGINE: dict[wheels.Kind, str] = {"sglang": "TokenizerManager", "vllm": "AsyncLLM"}
+Kind = Literal["sglang", "vllm"]
+
+RELEASED = Path(__file__).with_name("released")
+LINES: dict[Kind, list[dict[str, Any]]] = {
+    kind: [json.loads(line) for line in (RELEASED / f"{kind}.jsonl").read_text().splitlines()]
+    for kind in ("sglang", "vllm")
+}
+ENGINE: dict[Kind, str] = {"sglang": "TokenizerManager", "vllm": "AsyncLLM"}
 """The class whose methods are called in process."""
 
-REQUESTS: dict[wheels.Kind, str] = {"sglang": "PauseGenerationReqInput", "vllm": "WeightTransferInitRequest"}
-"""A class that lies in the module of the request classes, which all are read."""
 
-LAUNCHED = frozenset({"VLLM_SERVER_DEV_MODE", "profiler_config", "'generate' in supported_tasks", "enable_metrics"})
-"""Words of conditions that hold for a text model's server with everything switched on that a trainer needs."""
+def number(version: str) -> tuple[int, ...]:
+    """A version as a tuple that can be compared."""
+    return tuple(int(part) for part in version.split("."))
 
 
-@dataclass(frozen=True)
-class Surface:
-    """One release.
+RELEASES: dict[Kind, list[str]] = {
+    kind: sorted({version for line in lines for version in line["releases"].split()}, key=number)
+    for kind, lines in LINES.items()
+}
+"""Each differs from the one before it in a call that a backend makes."""
 
-    routes: in the order in which they are put into the app.   shapes: request classes by name.
-    requests: module of the request classes.   methods, attributes: of `engine`, the in-process class.
+
+class Route(msgspec.Struct, frozen=True):
+    """One route, in a server with everything switched on that a trainer needs.
+
+    Attributes:
+        by_hand: Query parameters that the handler reads itself, so that openapi.json does not list them.
+        body: The signature of its fields, the name of their class, `...` for any JSON, or None.
+        required: Whether it needs the body.
+        listed: Whether openapi.json lists the body.
     """
 
-    kind: wheels.Kind
+    route: str
+    methods: str
+    query: str = "()"
+    by_hand: str = "()"
+    body: str | None = None
+    required: bool = True
+    listed: bool = True
+
+
+class Surface(msgspec.Struct, frozen=True):
+    """One release. `routes` by path and method; `requests` is the module of the request `classes`."""
+
+    kind: Kind
     version: str
-    routes: tuple[Route, ...]
-    shapes: Mapping[str, Shape]
     requests: str
-    engine: str
-    methods: Mapping[str, Method]
+    routes: dict[str, dict[str, Route]]
+    classes: dict[str, inspect.Signature]
+    methods: dict[str, inspect.Signature]
+    asynchronous: frozenset[str]
     attributes: frozenset[str]
 
-    def served(self) -> dict[str, dict[str, Route]]:
-        """path -> method -> the route that answers, in a server of which the conditions in `LAUNCHED` hold."""
-        found: dict[str, dict[str, Route]] = {}
-        for route in self.routes:
-            if all(holds(condition) for condition in route.conditions):
-                for method in sorted(route.methods):
-                    found.setdefault(route.path, {}).setdefault(method, route)
-        return found
-
-    def body_fields(self, route: Route) -> tuple[Field, ...]:
+    def body_fields(self, route: Route) -> list[inspect.Parameter]:
         """The fields of a route's JSON body; none for a route without one."""
-        if route.body is None:
-            return ()
-        return route.body.fields if route.body.shape is None else self.shapes[route.body.shape].fields
+        if route.body is None or route.body == "...":
+            return []
+        found = self.classes.get(route.body) or signature(route.body)
+        return list(found.parameters.values())
 
 
-def holds(condition: str) -> bool:
-    """Whether a condition names what the server was launched with; `not (...)` when its inner one does not."""
-    inner = condition.removeprefix("not (")
-    return (inner != condition) != any(word in inner for word in LAUNCHED)
+def signature(text: str) -> inspect.Signature:
+    """A signature as it is written; types stay text."""
+    scope: dict[str, Any] = {}
+    exec(f"from __future__ import annotations\ndef made{text}: pass", scope)  # our own file
+    return inspect.signature(scope["made"])
 
 
 @cache
-def read(kind: wheels.Kind, version: str) -> Surface:
-    """The surface of a release; its wheel is fetched when it is not there."""
-    tree = Tree(wheels.source(kind, version))
-    reader = Reader(tree)
-    if kind == "sglang":
-        for module in tree.holding(r'^@app\.post\("/pause_generation"\)'):
-            reader.read_app(module, "lifespan")
-    else:
-        for module in tree.holding(r"^def build_app\("):
-            if module.name != "vllm.entrypoints.api_server":  # an example beside the real server
-                reader.read_app(module, "build_app")
-    found = dict(reader.shapes)
-    requests = module_defining(tree, REQUESTS[kind])
-    if requests is not None:
-        found = {
-            name: entry for name, entry in requests.definitions.items() if isinstance(entry.node, ast.ClassDef)
-        } | found
-    engine = module_defining(tree, ENGINE[kind])
-    assert engine is not None, f"{kind} {version} has no class {ENGINE[kind]}"
-    definition = engine.definitions[ENGINE[kind]]
+def read(kind: Kind, version: str) -> Surface:
+    """The surface of a release."""
+    lines = [line for line in LINES[kind] if version in line["releases"].split()]
+    routes: dict[str, dict[str, Route]] = {}
+    for line in lines:
+        if "route" in line:
+            route = msgspec.convert(line, Route)
+            routes.setdefault(route.route, {}).update(dict.fromkeys(route.methods.split(), route))
     return Surface(
         kind,
         version,
-        tuple(reader.routes),
-        MappingProxyType({name: read_shape(tree, entry) for name, entry in found.items()}),
-        "" if requests is None else requests.name,
-        ENGINE[kind],
-        MappingProxyType(read_methods(tree, definition)),
-        read_attributes(tree, definition),
+        next(line["requests"] for line in lines if "requests" in line),
+        routes,
+        {line["class"]: signature(line["takes"]) for line in lines if "class" in line},
+        {line["method"]: signature(line["takes"]) for line in lines if "method" in line},
+        frozenset(line["method"] for line in lines if line.get("async")),
+        frozenset(line["attribute"] for line in lines if "attribute" in line),
     )
-
-
-def module_defining(tree: Tree, name: str) -> Module | None:
-    """Return the module that defines a class of this name; None if this release has none."""
-    modules = tree.holding(rf"^class {name}\b")
-    assert len(modules) < 2, f"{name} is defined in {[module.name for module in modules]}: say which one is meant"
-    return modules[0] if modules else None
-
-
-# --- openapi.json -----------------------------------------------------------------------------------------------------
 
 
 def openapi(surface: Surface) -> dict[str, Any]:
     """What FastAPI publishes of these routes, as far as our client reads it: names of parameters and body fields."""
     schemas: dict[str, Any] = {}
     paths: dict[str, Any] = {}
-    for path, methods in surface.served().items():
+    for path, methods in surface.routes.items():
         for method, route in methods.items():
-            plain = re.sub(r"{(\w+):\w+}", r"{\1}", path)
-            paths.setdefault(plain, {})[method.lower()] = operation(surface, route, plain, schemas)
+            taken = signature(route.query).parameters.values()
+            found: dict[str, Any] = {
+                "parameters": [{"name": p.name, "in": "query", "required": p.default is p.empty} for p in taken]
+            }
+            if route.body is not None and route.listed:
+                found["requestBody"] = _body(surface, route, f"{path}_{method}", schemas)
+            paths.setdefault(path, {})[method.lower()] = found
     return {"openapi": "3.1.0", "paths": paths, "components": {"schemas": schemas}}
 
 
-def operation(surface: Surface, route: Route, path: str, schemas: dict[str, Any]) -> dict[str, Any]:
-    """One method of one path. The class of its body is added to `schemas`."""
-    in_path = [{"name": name, "in": "path", "required": True} for name in re.findall(r"{(\w+)}", path)]
-    in_query = [{"name": field.name, "in": "query", "required": field.required} for field in route.query]
-    found: dict[str, Any] = {"parameters": in_path + in_query} if in_path or in_query else {}
-    body = route.body
-    if body is not None and body.listed:
-        name = re.sub(r"\W", "_", f"{route.handler}{path}") + f"_{min(route.methods).lower()}"
-        kind = body.shape or f"Body_{name}"
-        schema: dict[str, Any] = {} if body.open else {"$ref": f"#/components/schemas/{kind}"}
-        if not body.open:
-            schemas[kind] = {"type": "object", "properties": {field.name: {} for field in surface.body_fields(route)}}
-        if body.shape is not None and not body.required:
-            schema = {"anyOf": [schema, {"type": "null"}]}
-        found["requestBody"] = {"content": {"application/json": {"schema": schema}}}
-        found["requestBody"] |= {"required": True} if body.required else {}
-    return found
+def _body(surface: Surface, route: Route, place: str, schemas: dict[str, Any]) -> dict[str, Any]:
+    """The body of one method of one path. Its class is added to `schemas`."""
+    named = route.body in surface.classes
+    schema: dict[str, Any] = {}
+    if route.body != "...":
+        kind = str(route.body) if named else "Body" + re.sub(r"\W", "_", place)
+        schemas[kind] = {"type": "object", "properties": {field.name: {} for field in surface.body_fields(route)}}
+        schema = {"$ref": f"#/components/schemas/{kind}"}
+    if named and not route.required:
+        schema = {"anyOf": [schema, {"type": "null"}]}
+    return {"content": {"application/json": {"schema": schema}}} | ({"required": True} if route.required else {})

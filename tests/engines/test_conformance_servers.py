@@ -15,10 +15,10 @@ ALL = {
 }
 
 
-def judged(server: EngineServer, folder: Path) -> tuple[int, dict[str, str]]:
+def judged(kind: str, url: str, folder: Path) -> tuple[int, dict[str, str]]:
     """Run the kit against a server. Returns its exit code, and the row of each operation."""
-    where = ("--url", server.url, "--checkpoints", folder, "--traces", folder / "traces", "--up-within", "60")
-    words = ("conform", "--engine", server.kind, *where, "--load", "a", "--load", "b", "--yes")
+    where = ("--url", url, "--checkpoints", folder, "--traces", folder / "traces", "--up-within", "60")
+    words = ("conform", "--engine", kind, *where, "--load", "a", "--load", "b", "--yes")
     done = python("-m", "controlplane.cli", *words, env={"COLUMNS": "200"}, timeout_s=300)
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     rows = {name: line for line in lines for name in ALL if line.startswith(f"{name} ")}
@@ -29,12 +29,12 @@ def judged(server: EngineServer, folder: Path) -> tuple[int, dict[str, str]]:
 @pytest.mark.engine_vllm
 @pytest.mark.timeout(400)
 def test_vllm_conforms_but_for_what_it_makes_while_it_wakes(tmp_path: Path) -> None:
-    """Waking the last region un-pauses its scheduler. No route prevents that: the adapter can only pause it again."""
+    """Waking the last region un-pauses its scheduler. No route prevents that: the backend can only pause it again."""
     save_model(tmp_path / "a", 1)
     save_weights(tmp_path / "b", weights(2))
     with EngineServer("vllm", tmp_path / "a", tmp_path, *profiler_options(tmp_path / "raw", PLAIN)) as server:
         server.wait_up()
-        code, rows = judged(server, tmp_path)
+        code, rows = judged(server.kind, server.url, tmp_path)
     wake = rows.pop("wake")
     assert [row for row in rows.values() if " passed " not in row] == []
     assert (code == 0 and " passed " in wake) or (code == 1 and "failed it generates before the resume" in wake)
@@ -47,5 +47,5 @@ def test_sglang_conforms(tmp_path: Path) -> None:
     save_weights(tmp_path / "b", weights(2))
     with EngineServer("sglang", tmp_path / "a", tmp_path) as server:
         server.wait_up()
-        code, rows = judged(server, tmp_path)
+        code, rows = judged(server.kind, server.url, tmp_path)
     assert [row for row in rows.values() if " passed " not in row] == [] and code == 0

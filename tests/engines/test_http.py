@@ -8,11 +8,11 @@ import anyio
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
 
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, RefusedError, UnansweredError
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
 from workers.engines import http
 from workers.engines.api_key import api_key
-from workers.engines.client import CallRefused, Unanswered
+from workers.engines.client import CallRefused
 from workers.engines.http import ATTEMPTS, HttpClient, Route, base_url
 from workers.engines.probe import probe
 
@@ -83,7 +83,7 @@ async def test_a_refusal_carries_status_and_body() -> None:
 
 @pytest.mark.parametrize(("method", "attempts"), [("read", ATTEMPTS), ("again", ATTEMPTS), ("once", 1)])
 async def test_only_idempotent_requests_are_retried(method: str, attempts: int) -> None:
-    with HttpServer(lambda _: None) as server, pytest.raises(Unanswered, match=f"/{method} did not answer"):
+    with HttpServer(lambda _: None) as server, pytest.raises(UnansweredError, match=f"/{method} did not answer"):
         await ask(server.url, method)
     assert len(server.requests) == attempts
 
@@ -164,7 +164,7 @@ async def test_an_answer_that_is_too_large_is_not_read_on_and_its_connection_clo
 
     async with listening(serve) as url:
         client = HttpClient(url, ROUTES, info_path="/info")
-        with pytest.raises(Unanswered, match="answered more than 100,000 bytes"):
+        with pytest.raises(UnansweredError, match="answered more than 100,000 bytes"):
             await client.call("once")
         await closed.wait()
         await client.close()
@@ -190,7 +190,7 @@ async def test_a_server_that_speaks_no_tls_is_no_connection(
         closed.set()
 
     async with listening(serve) as url:
-        with pytest.raises(Unanswered, match=f"did not answer: {error}"):
+        with pytest.raises(RefusedError, match=f"did not answer: {error}"):
             await ask(url.replace("http", "https"), "read")
         await closed.wait()
     assert len(accepted) == 1
@@ -253,8 +253,15 @@ async def test_probe_recognizes_a_server_by_its_routes(
     assert (found.kind, found.tokenizer) == (kind, tokenizer) and note in found.note
 
 
+async def test_probe_of_a_server_with_an_engines_routes_and_no_engines_answers() -> None:
+    paths: dict[str, object] = {"/generate": {"post": {}}}
+    with HttpServer(lambda request: (200, {"paths": paths} if "openapi" in request.path else {"ok": True})) as server:
+        found = await probe(server.url)
+    assert (found.kind, found.has) == ("unknown", ()) and "it is no engine" in found.note
+
+
 async def test_probe_of_a_server_that_hides_its_routes_or_is_not_there() -> None:
     with HttpServer(lambda _: (404, "Not Found")) as server:
         assert "openapi.json" in (await probe(server.url)).note
-    with pytest.raises(Unanswered):
+    with pytest.raises(RefusedError):
         await probe(server.url)

@@ -1,4 +1,4 @@
-"""The adapters within a trainer's own process, on the real engines: each operation is checked by its effect.
+"""The backends within a trainer's own process, on the real engines: each operation is checked by its effect.
 
 `embedded.py` runs once for each engine, in the engine's environment; here its report is checked. The greedy tokens of
 two seeds differ from the first one on, so they show which weights an engine generates with.
@@ -25,14 +25,8 @@ ROOT = Path(__file__).parents[2]
 STEP = {"vllm": re.compile(r"execute_context_(?!0\(0\)_generation_0\()"), "sglang": re.compile(r"step\[")}
 """How the events of one forward step begin; vLLM also has steps in which there is nothing to do."""
 LIMIT_S = 240
-KINDS = [
-    pytest.param("vllm", marks=pytest.mark.engine_vllm),
-    pytest.param("sglang", marks=pytest.mark.engine_sglang),
-]
-SETTINGS = {
-    "vllm": {"VLLM_CPU_KVCACHE_SPACE": "1"},
-    "sglang": {"SGLANG_USE_CPU_ENGINE": "1"},
-}
+KINDS = [pytest.param("vllm", marks=pytest.mark.engine_vllm), pytest.param("sglang", marks=pytest.mark.engine_sglang)]
+SETTINGS = {"vllm": {"VLLM_CPU_KVCACHE_SPACE": "1"}, "sglang": {"SGLANG_USE_CPU_ENGINE": "1"}}
 NODES = {
     "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # so that an Engine on node rank 1 comes back from its making
     "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
@@ -54,6 +48,18 @@ def program(kind: str, module: str, folder: Path, name: str, *arguments: str, **
     settings = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1", **SETTINGS[kind], **variables}
     command = [str(environments.python(kind)), "-m", f"tests.engines.{module}", *arguments]
     return Process(command, folder / f"{name}.log", settings, cwd=folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_come_and_go_beside_running_requests(kind: str, tmp_path: Path) -> None:
+    save_model(tmp_path / "checkpoints" / "launched", 1)
+    with program(kind, "embedded_adapters", tmp_path, "engine", kind, str(tmp_path)) as process:
+        report = reported(process, tmp_path)
+    base, a, b, again = report["tokens"]
+    assert a == again and len({tuple(tokens) for tokens in (base, a, b)}) == 3
+    assert report["held"] == {"policy-v1": "a1", "policy-v2": "a2", "policy-v3": "a3"}
+    assert "requests run on it" in report["refused"] and report["request"][:SHORT] == a
+    assert report["left"] == {"policy-v2": "a2", "policy-v3": "a3"}
 
 
 def reported(program: Process, folder: Path) -> dict[str, Any]:
@@ -82,7 +88,7 @@ def spans(seen: Seen, session: dict[str, Any]) -> list[str]:
 def test_tokens_change_with_the_weights_and_change_back_with_them(seen: Seen) -> None:
     launched, *later = seen.report["weights"]
     assert len(launched["tokens"]) == SHORT
-    assert len(later) == 2 * (3 if seen.kind == "sglang" else 1)  # from files, as tensors, by a broadcast
+    assert len(later) == 2 * (2 if seen.kind == "sglang" else 1)  # from files, by a broadcast
     for new, back in zip(later[::2], later[1::2], strict=True):
         assert new["tokens"][0] != launched["tokens"][0]
         assert new["tokens"] == later[0]["tokens"]
@@ -157,7 +163,7 @@ def test_a_dead_engine_is_reported_as_gone(seen: Seen) -> None:
         return
     tokenizer, methods, message = seen.report["dead"]
     assert (tokenizer, methods) == ("unknown", None)
-    assert message.startswith("Unanswered: ") and "EngineDeadError" in message
+    assert message.startswith("UnansweredError: ") and "EngineDeadError" in message
 
 
 # --- one replica over two nodes ---------------------------------------------------------------------------------------

@@ -14,15 +14,7 @@ from blockbuster import BlockBuster, blockbuster_ctx
 
 from controlplane.bus.bus import Bus
 from controlplane.record.log import RunLog
-from schemas.commands import (
-    Checkpoint,
-    Command,
-    EngineCommand,
-    Finish,
-    ProfileCommand,
-    ProfilePlan,
-    Target,
-)
+from schemas.commands import Checkpoint, Command, EngineCommand, Finish, ProfileCommand, ProfilePlan, Target
 from schemas.config import AgentConfig, BusConfig
 from schemas.identity import Identity
 from schemas.safetensors.manifest import build_manifest
@@ -40,9 +32,9 @@ QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=500)
 def never_blocking() -> Iterator[BlockBuster]:
     with blockbuster_ctx() as guard:
         for name, function in guard.functions.items():
-            if name.startswith("sqlite3."):  # only `schemas.carriers` speaks to it
+            if name.startswith("sqlite3."):  # only `schemas.storage` speaks to it
                 function.deactivate()
-        guard.functions["os.stat"].can_block_in("schemas/carriers/writer_lock.py", {"change", "note"})
+        guard.functions["os.stat"].can_block_in("schemas/storage/writer_lock.py", {"change", "note"})
         guard.functions["os.listdir"].can_block_in("controlplane/bus/descriptors.py", {"_open_now"})  # /proc is no disk
         yield guard
 
@@ -82,13 +74,7 @@ async def test_nothing_blocks_a_loop_from_a_profile_to_its_finish_and_through_a_
             for command in COMMANDS:
                 (await bus.publish(command, Target(), 30_000)).raise_for_failures()
             report = await bus.sync(
-                1,
-                Checkpoint("v1"),
-                manifest,
-                in_flight="abort",
-                quorum=None,
-                target=Target(),
-                timeout_ms=30_000,
+                1, Checkpoint("v1"), manifest, in_flight="abort", quorum=None, target=Target(), timeout_ms=30_000
             )
             report.raise_for_failures()
         tasks.cancel_scope.cancel()

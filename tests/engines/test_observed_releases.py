@@ -10,23 +10,17 @@ import pytest
 
 from schemas.events import Observation
 from schemas.identity import Identity, RolloutMode
-from tests.engines import wheels
+from tests.engines import surfaces
 from tests.engines.releases import OverHTTP, Transport, attached, releases
-from tests.engines.strict import AppPool
 from workers.engine import EngineView
 from workers.engines.client import EngineReader
 from workers.engines.observed import ObservedEngine
-from workers.engines.sglang.in_process import TokenizerManagerReader
 from workers.engines.sglang.launch import SGLANG
 from workers.engines.sglang.server import SGLangReader
-from workers.engines.vllm.in_process import AsyncLLMReader
 from workers.engines.vllm.launch import VLLM
 from workers.engines.vllm.server import VLLMReader
 
-pytestmark = [
-    *(pytest.mark.engine_wheels, pytest.mark.timeout(600), pytest.mark.anyio),
-    *(pytest.mark.one_loop, pytest.mark.usefixtures("fetched_wheels")),
-]
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 PLACE: Final = Identity(replica=0, node_rank=0, mode=RolloutMode.OBSERVED)
 ROUTES: Final = {
@@ -46,18 +40,18 @@ METHODS: Final = {
 
 
 def known(table: dict[str, str], version: str) -> set[str]:
-    return {name for name, since in table.items() if wheels.number(since) <= wheels.number(version)}
+    return {name for name, since in table.items() if surfaces.number(since) <= surfaces.number(version)}
 
 
 @pytest.mark.parametrize("transport", ["http", "in_process"])
 @pytest.mark.parametrize(("kind", "version"), releases())
 async def test_an_observer_reads_and_does_no_more(
-    transport: Transport, kind: wheels.Kind, version: str, tmp_path: Path
+    transport: Transport, kind: surfaces.Kind, version: str, tmp_path: Path
 ) -> None:
     async with attached(transport, kind, version, tmp_path) as engine:
         if isinstance(engine, OverHTTP):
             reader = SGLangReader("http://engine") if kind == "sglang" else VLLMReader("http://engine")
-            reader._pool = AppPool(engine.app)  # type: ignore[assignment]
+            reader._pool = engine.app  # type: ignore[assignment]
             seen = await look(kind, reader)
             assert {(request.method, request.query, request.body) for request in engine.app.requests} <= {
                 ("GET", (), None),
@@ -66,15 +60,15 @@ async def test_an_observer_reads_and_does_no_more(
             assert {request.path for request in engine.app.requests} == known(ROUTES[kind], version)
             assert all(request.status == 200 or request.path == "/metrics" for request in engine.app.requests)
         else:
-            own = engine.standin.engine
-            seen = await look(kind, TokenizerManagerReader(own) if kind == "sglang" else AsyncLLMReader(own))
+            engine.standin.calls.clear()
+            seen = await look(kind, engine.client)
             called = {call.method for call in engine.standin.calls}
             assert called == known(METHODS[kind], version)
-        label = "default" if kind == "sglang" or wheels.number(version) >= (0, 29) else None
-        assert (seen.tokenizer, seen.label, seen.operations) == ("present", label, frozenset())
+        label = "default" if kind == "sglang" or surfaces.number(version) >= (0, 29) else None
+        assert (seen.tokenizer, seen.label) == ("present", label)
 
 
-async def look(kind: wheels.Kind, reader: EngineReader) -> Observation:
+async def look(kind: surfaces.Kind, reader: EngineReader) -> Observation:
     """Attach, look twice, and detach."""
     engine: EngineView
     engine = ObservedEngine(SGLANG, PLACE, reader) if kind == "sglang" else ObservedEngine(VLLM, PLACE, reader)

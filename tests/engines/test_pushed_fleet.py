@@ -5,7 +5,7 @@ A bus, two agents, two engines, and a trainer that writes tensors straight into 
 
 import re
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -14,76 +14,31 @@ from anyio import to_thread
 from msgspec import Raw
 from msgspec.structs import replace
 
-from controlplane.bus.bus import Bus
+from controlplane.analysis.invariants import verify
 from controlplane.machine.coordinator import CoordinatorState
 from controlplane.record.entries import LogEntry
-from controlplane.record.invariants import verify
 from controlplane.record.log import RunLog
 from schemas.commands import Pushed, Target
-from schemas.config import AgentConfig, BusConfig
-from schemas.errors import CommandFailed, EngineError
+from schemas.errors import CommandFailed
 from schemas.events import Answer, EngineCall, EngineReturned, Load
-from schemas.identity import Identity
 from schemas.outcomes import Failed
 from schemas.reports import SyncReport
 from schemas.wire import encode
-from workers.agent import Agent
+from tests.engines.tiny_fleet import TinyFleet, model, push
 from workers.engines.tiny.engine import TinyEngine
-from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
-from workers.engines.tiny.server import TinyClient, WeightsDescription
+from workers.engines.tiny.model import digest, save, weights
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
-QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=500)
 PHASE_MS = 20_000
 
 
-def trained(step: int) -> TinyModel:
-    """Return the trainer's model after a step."""
-    return TinyModel(TinyConfig(), seed=step)
-
-
-class Fleet:
-    """Replicas of one node each, and the trainer that pushes into their engines."""
-
-    def __init__(self, folder: Path, bus: Bus) -> None:
-        self.folder, self.bus = folder, bus
-        self.engines: dict[int, TinyEngine] = {}
-        self.agents: dict[int, Agent] = {}
-
-    @asynccontextmanager
-    async def replica(self, replica: int) -> AsyncIterator[Agent]:
-        identity = Identity(replica=replica, node_rank=0)
-        engine = self.engines[replica] = TinyEngine(
-            identity, checkpoints=self.folder, traces=self.folder / "traces", serve=self._front(replica), seed=100
-        )
-        config = AgentConfig(hello_retry_ms=20, observe_ms=20)
-        agent = Agent(
-            bus=self.bus.address, identity=identity, engine=engine, state_dir=self.folder / "state", config=config
-        )
-        async with agent, anyio.create_task_group() as tasks:
-            self.agents[replica] = agent
-            tasks.start_soon(agent.run)
-            yield agent
-            tasks.cancel_scope.cancel()
-
-    def _front(self, replica: int) -> str:
-        return f"ipc://{self.folder}/engine-{replica}"
-
-    def held(self, replica: int) -> WeightsDescription:
-        return TinyClient(self._front(replica), timeout_s=10).weights()
-
-    async def generates(self, replica: int, timeout_s: float = 10) -> bool:
-        client = TinyClient(self._front(replica), timeout_s=timeout_s)
-        try:
-            await to_thread.run_sync(client.generate, [[1]], 4)
-        except EngineError:
-            return False
-        return True
+class Fleet(TinyFleet):
+    """Its trainer pushes into the engines."""
 
     async def push(self, step: int, *replicas: int) -> None:
         for replica in replicas:
-            await self.engines[replica].push(f"step {step}", weights(trained(step)))
+            await to_thread.run_sync(push, self.engines[replica], f"step {step}", weights(model(step)))
 
     async def sync(self, version: int, step: int, *pushed_to: int, path: str = "", fails: bool = False) -> SyncReport:
         """Sync a step's weights, and push them once the load phase begins. A push that `fails` ends the phase."""
@@ -106,15 +61,7 @@ class Fleet:
 @asynccontextmanager
 async def fleet(folder: Path) -> AsyncIterator[Fleet]:
     """Two replicas that serve the pushed version 1."""
-    async with AsyncExitStack() as stack:
-        bus = await stack.enter_async_context(Bus("tcp://127.0.0.1:0", RunLog.open(folder / "run.db"), QUICK))
-        made = Fleet(folder, bus)
-        for replica in (0, 1):
-            agent = await stack.enter_async_context(made.replica(replica))
-            with anyio.fail_after(30):
-                await agent.wait_ready()
-        with anyio.fail_after(20):
-            await bus.wait_until(lambda state: [member.state for member in state.members.values()] == ["live", "live"])
+    async with Fleet.of_two(folder) as made:
         (await made.sync(1, 1, 0, 1)).raise_for_failures()
         yield made
     assert list(verify(RunLog.read(folder / "run.db"))) == []
@@ -127,9 +74,29 @@ async def test_each_replica_serves_what_the_trainer_pushed_once_its_label_is_see
         assert (report.status, report.loaded) == ("committed", (0, 1))
         for replica in (0, 1):
             held = pushed.held(replica)
-            assert (held.label, held.digest) == ("step 20", digest(weights(trained(20))))
+            assert (held.label, held.digest) == ("step 20", digest(weights(model(20))))
             assert pushed.agents[replica].state.engine.version == 2
-            assert await pushed.generates(replica)
+            assert await pushed.generates_on(replica) is not None
+
+
+async def test_weights_that_are_still_written_are_not_committed_though_the_label_is_seen(tmp_path: Path) -> None:
+    """The trainer's data plane sets the label with each bucket, and the last bucket fails."""
+    async with fleet(tmp_path) as pushed:
+        ticket = pushed.bus.sync(
+            2, Pushed("step 2"), None, in_flight="abort", quorum=None, target=Target(), timeout_ms=PHASE_MS, sends=True
+        )
+        with anyio.fail_after(60):
+            await pushed.bus.wait_until(lambda state: state.sync is not None and state.sync.phase == "load")
+            await pushed.push(2, 0, 1)
+            state = await pushed.bus.wait_until(
+                lambda state: state.sync is not None and state.sync.held_until_us is not None
+            )
+            assert state.sync is not None and state.sync.phase == "commit" and not ticket.done
+            pushed.bus.note_sent(ticket, "bucket 5 of 5 failed")
+            report = await ticket
+        assert report.status == "aborted" and "bucket 5 of 5 failed" in report.reason
+        assert pushed.bus.state.default_desired.version == 1
+        (await pushed.sync(3, 3, 0, 1)).raise_for_failures()
 
 
 async def test_a_push_that_reaches_one_replica_leaves_it_out_of_service_and_the_other_as_it_was(tmp_path: Path) -> None:
@@ -143,29 +110,29 @@ async def test_a_push_that_reaches_one_replica_leaves_it_out_of_service_and_the_
         assert isinstance(outcome, Failed) and re.search(
             r"holds (version 2|weights labelled 'step 2')", outcome.message
         )
-        assert await pushed.generates(1) and pushed.held(1).label == "step 1"
-        assert not await pushed.generates(0, timeout_s=0.3)
+        assert await pushed.generates_on(1) is not None and pushed.held(1).label == "step 1"
+        assert await pushed.generates_on(0, 0.3) is None
         with pytest.raises(CommandFailed):
             report.raise_for_failures()
 
         healed = await pushed.sync(3, 3, 0, 1)
         healed.raise_for_failures()
-        assert healed.loaded == (0, 1) and await pushed.generates(0)
+        assert healed.loaded == (0, 1) and await pushed.generates_on(0) is not None
 
 
 async def test_a_late_joiner_takes_the_checkpoint_beside_the_push(tmp_path: Path) -> None:
     async with fleet(tmp_path) as pushed:
-        save(trained(2), tmp_path / "v2")
+        save(model(2), tmp_path / "v2")
         (await pushed.sync(2, 2, 0, 1, path="v2")).raise_for_failures()
         async with pushed.replica(2) as late:
             with anyio.fail_after(30):
                 await late.wait_ready()
             held = pushed.held(2)
-            assert (held.label, held.digest) == ("step 2", digest(weights(trained(2))))
+            assert (held.label, held.digest) == ("step 2", digest(weights(model(2))))
             (await pushed.sync(3, 3, 0, 1, 2)).raise_for_failures()
 
 
-async def test_no_adapter_is_asked_to_load_what_is_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_backend_is_asked_to_load_what_is_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[EngineCall] = []
     perform = TinyEngine.perform
 

@@ -1,4 +1,4 @@
-"""The adapter of verl's servers, over real Ray actors that have verl's methods; and one agent for each node of them."""
+"""The backend of verl's servers, over real Ray actors that have verl's methods; and one agent for each node of them."""
 
 import errno
 import os
@@ -17,19 +17,19 @@ from schemas import events
 from schemas.commands import Checkpoint, ProfilePlan, Window
 from schemas.config import AgentConfig, BusConfig
 from schemas.desired import ProfileSession
-from schemas.errors import EngineError, UnsupportedError
-from schemas.identity import Identity, Operation, Tag
+from schemas.errors import ConfigError, EngineError, RefusedError, UnsupportedError
+from schemas.identity import Identity, Operation, RolloutMode, Tag
 from tests.engines.verl_servers import Server, SGLangHttpServer, vLLMHttpServer
 from tests.running import python
 from workers.agent import Agent
 from workers.engines.verl import engine as verl_engine
 from workers.engines.verl.engine import VerlEngine
-from workers.engines.verl.observed import ObservedVerl
 from workers.traces.node import NodeTraces
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop, pytest.mark.xdist_group("ray")]
 
 PRIMARY = Identity(replica=0, node_rank=0, nnodes=2)
+OBSERVER = Identity(replica=0, node_rank=0, mode=RolloutMode.OBSERVED)
 SECOND = Identity(replica=0, node_rank=1, nnodes=2)
 CACHE: frozenset[Tag] = frozenset({"kv_cache"})
 WEIGHTS: frozenset[Tag] = frozenset({"weights"})
@@ -80,10 +80,12 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(kind: type[Server], *given: Any, folder: Path, **options: Any) -> AsyncIterator[Bench]:
+async def bench(
+    kind: type[Server], *given: Any, folder: Path, identity: Identity = PRIMARY, **options: Any
+) -> AsyncIterator[Bench]:
     """A separate server, for tests that end it or watch it launch. An actor takes a second to start."""
     server = ray.remote(kind).options(num_cpus=0, **options).remote(*given)
-    made = Bench(server, folder)
+    made = Bench(server, folder, identity)
     await made.engine.open()
     try:
         yield made
@@ -144,7 +146,6 @@ def stop(step: int = 1) -> events.StopProfile:
     return events.StopProfile(ProfileSession(step, ProfilePlan()), f"global_step_{step}/replica_0")
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
 async def test_each_call_is_one_method_and_does_what_it_says(sglang: Bench) -> None:
     seen = await sglang.engine.observe()
     assert (seen.engine, seen.tokenizer) == ("verl SGLangHttpServer", "present")
@@ -279,10 +280,9 @@ async def test_a_server_that_launches_is_unknown_and_one_without_a_front_end_abs
 
 
 async def test_a_second_node_is_never_called(tmp_path: Path) -> None:
-    async with bench(SGLangHttpServer, "hybrid", 1, folder=tmp_path) as made:
+    async with bench(SGLangHttpServer, "hybrid", 1, folder=tmp_path, identity=SECOND) as made:
         ray.get(made.server.launch_server.remote())
-        engine = VerlEngine(made.server, SECOND, traces=tmp_path)
-        await engine.open()
+        engine = made.engine
         assert await engine.observe() == events.Observation(engine="verl server", tokenizer="absent")
         with pytest.raises(EngineError, match="no front end"):
             await engine.perform(events.Flush(), 1.0)
@@ -310,7 +310,7 @@ async def test_a_dead_server_is_unknown_with_a_reason_and_its_namesake_is_anothe
 
 
 async def test_a_restarted_server_is_another_instance_and_gets_no_call_twice(tmp_path: Path) -> None:
-    restarted = {"max_restarts": 1, "max_task_retries": -1}
+    restarted: dict[str, Any] = {"max_restarts": 1, "max_task_retries": -1}
     async with bench(SGLangHttpServer, "hybrid", folder=tmp_path, **restarted) as made:
         ray.get(made.server.launch_server.remote())
         before = (await made.engine.observe()).instance
@@ -338,6 +338,28 @@ async def test_a_server_that_does_not_answer_is_unknown_until_it_does(
     assert (await sglang.engine.observe()).tokenizer == "present"
 
 
+@pytest.mark.parametrize(
+    ("sizes", "nnodes", "node_rank", "differs"),
+    [
+        ((8, 1, 1), 2, 0, r"reports 8 GPUs, and its agent was given 16 \(--nnodes 2, --gpus-per-node 8\)"),
+        ((8, 2, 1), 1, 0, "reports 1 nodes, and its agent was given 2"),
+        ((4, 2, 2), 2, 1, "is node rank 1 of its replica, and its agent was given --node-rank 0"),
+    ],
+)
+async def test_an_agent_whose_numbers_are_not_its_servers_does_not_start(
+    sglang: Bench, sizes: tuple[int, ...], nnodes: int, node_rank: int, differs: str, tmp_path: Path
+) -> None:
+    kinds = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+    sglang.within(lambda server: vars(server.config).update(zip(kinds, sizes, strict=True)))
+    sglang.within(lambda server: vars(server).update(nnodes=nnodes, node_rank=node_rank))
+    engine = VerlEngine(sglang.server, Identity(replica=0, node_rank=0, nnodes=2, gpus_per_node=8), traces=tmp_path)
+    with pytest.raises(ConfigError, match=differs):
+        await engine.open()
+    assert differs[:9] in str((await engine.observe()).trouble)
+    with pytest.raises(RefusedError, match=differs):
+        await engine.perform(events.Flush(), 1.0)
+
+
 async def test_an_actor_that_is_not_a_server_of_verl_is_an_error(tmp_path: Path) -> None:
     class Other:
         rollout_mode = 1
@@ -346,7 +368,7 @@ async def test_an_actor_that_is_not_a_server_of_verl_is_an_error(tmp_path: Path)
         def _resolve_sleep_level(self) -> str:
             return "two"
 
-    engine = VerlEngine(lambda: ray.remote(Other).options(num_cpus=0).remote(), PRIMARY, traces=tmp_path)
+    engine = VerlEngine(ray.remote(Other).options(num_cpus=0).remote(), PRIMARY, traces=tmp_path)
     await engine.open()
     with pytest.raises(EngineError, match="is not like verl's servers"):
         await engine.perform(events.Flush(), 1.0)
@@ -355,7 +377,7 @@ async def test_an_actor_that_is_not_a_server_of_verl_is_an_error(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("before", "message"),
-    [("", "in no Ray cluster"), ("import sys; sys.modules['ray'] = None", "pip install 'rolloutctl[ray]'")],
+    [("", "in no Ray cluster"), ("import sys; sys.modules['ray'] = None", "its extra `ray`")],
 )
 def test_a_process_without_ray_gets_advice(before: str, message: str) -> None:
     code = f"""
@@ -364,13 +386,12 @@ import anyio
 from pathlib import Path
 from schemas.identity import Identity
 from workers.engines.verl.engine import VerlEngine
-from workers.engines.verl.observed import ObservedVerl
 anyio.run(VerlEngine("any", Identity(replica=0, node_rank=1, nnodes=2), traces=Path()).open)
 anyio.run(VerlEngine("any", Identity(replica=0, node_rank=0), traces=Path()).open)
 """
     done = python("-c", code)
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("schemas.errors.EngineError: ") and message in last
+    assert last.startswith("schemas.errors.E") and message in last
 
 
 # --- profiles ---------------------------------------------------------------------------------------------------------
@@ -454,11 +475,7 @@ async def test_a_server_without_its_own_profiler_gets_the_plan(sglang: Bench, tm
         ({}, {"window": Window(0, 3)}, "take no window"),
         ({}, {"by_stage": True}, "by stage"),
         ({}, {"merge": True}, "nothing that merges"),
-        (
-            {},
-            {"with_stack": True, "record_shapes": True},
-            "record stack, shapes: the contents",
-        ),
+        ({}, {"with_stack": True, "record_shapes": True}, "record stack, shapes: the contents"),
         ({}, {"with_modules": True}, "record stack: the contents"),
         ({}, {"activities": frozenset()}, "name at least one activity"),
         ({}, {"activities": frozenset({"memory"})}, "record memory: the contents"),
@@ -519,13 +536,14 @@ async def test_the_label_of_the_weights_is_read_and_no_weights_are_fetched(sglan
 # --- with agents and a bus --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
 async def test_one_profile_is_broadcast_to_both_nodes_of_a_replica(profiled: Bench, tmp_path: Path) -> None:
     """Node rank 0 acts; on node rank 1, whose every method would fail, nothing is called and nothing fails."""
     quick = AgentConfig(hello_retry_ms=20, observe_ms=50)
     config = BusConfig(head_interval_ms=50, heartbeat_ms=100, retransmit_ms=200)
     async with AsyncExitStack() as stack:
-        headless = await stack.enter_async_context(bench(SGLangHttpServer, "colocated", 1, folder=tmp_path))
+        headless = await stack.enter_async_context(
+            bench(SGLangHttpServer, "colocated", 1, folder=tmp_path, identity=SECOND)
+        )
         ray.get(headless.server.launch_server.remote())
         address = f"ipc://{tmp_path}/bus"
         plane = await stack.enter_async_context(ControlPlane(address, log=tmp_path / "run.db", config=config))
@@ -563,10 +581,10 @@ async def test_a_server_that_is_only_observed_is_inspected_and_no_method_of_it_i
     sglang: Bench, vllm: Bench
 ) -> None:
     for server in (sglang, vllm):
-        view = ObservedVerl(VerlEngine(server.server, PRIMARY, traces=server.folder), PRIMARY)
+        view = VerlEngine(server.server, OBSERVER, traces=server.folder)
         await view.open()
         seen = await view.observe()
-        assert (seen.tokenizer, seen.generating, seen.label, seen.operations) == ("present", True, "", frozenset())
+        assert (seen.tokenizer, seen.generating, seen.label) == ("present", True, "")
         await server.server.set_global_steps.remote(7)
         await server.server.abort_all_requests.remote()
         assert server.called == ["set_global_steps", "abort_all_requests"]

@@ -18,11 +18,11 @@ import pytest
 from msgspec.structs import replace
 
 from controlplane import ControlPlane
-from schemas.carriers.sockets import Context
 from schemas.commands import Checkpoint, WeightSync
 from schemas.config import AgentConfig, BusConfig
 from schemas.events import Observation
 from schemas.identity import Identity
+from schemas.transport.sockets import Context
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
 from tests.engines.servers import Process, free_port, wait_for
 from tests.environments import python
@@ -34,7 +34,7 @@ from workers.agent import Agent
 from workers.engines.client import CallRefused
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
-from workers.router import Router, may_register
+from workers.router import RouterRegistration, may_register
 
 pytestmark = pytest.mark.anyio
 
@@ -150,7 +150,7 @@ async def bus(context: Context) -> AsyncIterator[Bus]:
 
 @asynccontextmanager
 async def following(
-    place: Router, bus: Bus, context: Context, folder: Path, identity: Identity = machines.PRIMARY
+    place: RouterRegistration, bus: Bus, context: Context, folder: Path, identity: Identity = machines.PRIMARY
 ) -> AsyncIterator[Agent]:
     """A running agent and its registration in a router, until the block ends. The bus has not admitted it yet."""
     async with running(bus, context, Engine(), folder, identity) as agent, anyio.create_task_group() as tasks:
@@ -160,15 +160,15 @@ async def following(
 
 
 @asynccontextmanager
-async def placed(router: RouterProcess, worker: Worker, **keys: str) -> AsyncIterator[Router]:
-    place = Router(router.url, worker.url, **keys)  # type: ignore[arg-type]
+async def placed(router: RouterProcess, worker: Worker, **keys: str) -> AsyncIterator[RouterRegistration]:
+    place = RouterRegistration(router.url, worker.url, **keys)  # type: ignore[arg-type]
     try:
         yield place
     finally:
         await place.close()
 
 
-async def bring(place: Router, there: bool) -> None:
+async def bring(place: RouterRegistration, there: bool) -> None:
     """Do what `follow` does for a state that does not change."""
     with anyio.fail_after(PATIENCE_S):
         while await place.step(lambda _: there) is None:
@@ -197,6 +197,8 @@ async def test_requests_go_to_registered_workers(router: RouterProcess, worker: 
     assert nobody.status_code == 503, (nobody.text, router.output)
     async with placed(router, worker, worker_key="engine-key") as place:
         await bring(place, True)
+        # The router lists a worker a moment before it sends it requests.
+        await until(lambda: router.generate().status_code != 503)
         assert router.generate().json() == {"text": worker.url}
         assert ("POST", "/generate", "engine-key") in received(worker)
         assert ("GET", "/health", None) in received(worker)
@@ -269,7 +271,7 @@ async def test_an_agent_stays_registered_through_pauses_and_syncs(
 ) -> None:
     left = router.add(worker.url)  # by an earlier life of the agent, which was killed
     assert await router.until(worker) == left
-    async with following(Router(router.url, worker.url, poll_s=0.05), bus, context, tmp_path) as agent:
+    async with following(RouterRegistration(router.url, worker.url, poll_s=0.05), bus, context, tmp_path) as agent:
         await bus.admit()
         await reaches(agent, may_register)
         for command in (PAUSE, RESUME):
@@ -295,7 +297,7 @@ async def test_a_restarted_router_gets_its_worker_back(
     worker: Worker, bus: Bus, context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with RouterProcess(tmp_path) as mortal:
-        async with following(Router(mortal.url, worker.url, poll_s=0.05), bus, context, tmp_path):
+        async with following(RouterRegistration(mortal.url, worker.url, poll_s=0.05), bus, context, tmp_path):
             await bus.admit()
             await mortal.until(worker)
             mortal.kill()
@@ -319,7 +321,7 @@ async def test_an_agent_that_ends_does_not_wait_for_an_unhealthy_worker(
     monkeypatch.setattr(routers, "LEAVE_S", 0.2)
     monkeypatch.setattr(routers, "SLOW_S", 0.0)
     worker.healthy = False
-    async with following(Router(router.url, worker.url), bus, context, tmp_path):
+    async with following(RouterRegistration(router.url, worker.url), bus, context, tmp_path):
         await bus.admit()
         await until(lambda: bool(logged(caplog, logging.WARNING)))
     slow, last = logged(caplog, logging.WARNING)
@@ -348,7 +350,7 @@ async def test_an_engine_is_registered_whenever_it_can_serve(
             anyio.create_task_group() as tasks,
         ):
             tasks.start_soon(agent.run)
-            tasks.start_soon(Router(router.url, worker.url).follow, agent)
+            tasks.start_soon(RouterRegistration(router.url, worker.url).follow, agent)
             await plane.wait_for_agents(1)
             first = await router.until(worker)
             (await plane.pause()).raise_for_failures()
@@ -428,7 +430,9 @@ async def test_a_failing_router_is_logged_once_and_retried(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     failing.reply = reply
-    async with following(Router(failing.url, "http://engine:1", poll_s=0.01), bus, context, tmp_path) as agent:
+    async with following(
+        RouterRegistration(failing.url, "http://engine:1", poll_s=0.01), bus, context, tmp_path
+    ) as agent:
         await bus.admit()
         await until_received(failing, 5)
         (warning,) = logged(caplog, logging.WARNING)
@@ -446,7 +450,7 @@ async def test_a_router_that_starts_late_and_ends_early(
     bus: Bus, context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     port = free_port()
-    place = Router(f"http://127.0.0.1:{port}", "http://engine:1", poll_s=0.01)
+    place = RouterRegistration(f"http://127.0.0.1:{port}", "http://engine:1", poll_s=0.01)
     async with following(place, bus, context, tmp_path):
         await bus.admit()
         await until(lambda: bool(logged(caplog, logging.WARNING)))
@@ -465,7 +469,7 @@ async def test_an_agent_that_ends_does_not_wait_for_a_hanging_router(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(routers, "LEAVE_S", 0.2)
-    async with following(Router(failing.url, "http://engine:1", poll_s=0.01), bus, context, tmp_path):
+    async with following(RouterRegistration(failing.url, "http://engine:1", poll_s=0.01), bus, context, tmp_path):
         await bus.admit()
         await until_taken(failing)
         failing.hangs.clear()
@@ -480,8 +484,8 @@ async def test_agents_that_have_not_joined_and_other_nodes_leave_the_router_alon
     async with running(bus, context, Engine(), tmp_path, SECOND) as agent:
         await bus.admit()
         await reaches(agent, lambda state: state.joined)
-        await Router(failing.url, "http://engine:1").follow(agent)
-    async with following(Router(failing.url, "http://engine:1"), bus, context, tmp_path) as agent:
+        await RouterRegistration(failing.url, "http://engine:1").follow(agent)
+    async with following(RouterRegistration(failing.url, "http://engine:1"), bus, context, tmp_path) as agent:
         await reaches(agent, lambda state: state.engine.tokenizer == "present")
     assert failing.requests == []
 
@@ -494,7 +498,7 @@ async def test_an_engine_that_went_away_is_removed(
 
     engine = Engine()
     async with running(bus, context, engine, tmp_path) as agent, anyio.create_task_group() as tasks:
-        tasks.start_soon(Router(failing.url, "http://engine:1").follow, agent)
+        tasks.start_soon(RouterRegistration(failing.url, "http://engine:1").follow, agent)
         await bus.admit()
         await until_taken(failing)
         monkeypatch.setattr(engine, "observe", gone)

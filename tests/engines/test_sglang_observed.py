@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from controlplane import ControlPlane
-from controlplane.record.invariants import verify
+from controlplane.analysis.invariants import verify
 from controlplane.record.log import RunLog
+from schemas.agent_status import Observed
 from schemas.config import BusConfig, ObservePolicy
-from schemas.reports import Observed
 from tests.engines.models import save_model, save_weights, weights
 from tests.engines.servers import EngineServer, Process, wait_for
 

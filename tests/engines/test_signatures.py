@@ -1,4 +1,4 @@
-"""The adapters in process against every release that is read: calls fit the release's own signatures and classes.
+"""The backends in process against every release that is read: calls fit the release's own signatures and classes.
 
 The objects are stand-ins made from the release's source; a call that does not fit raises what Python raises.
 """
@@ -12,31 +12,33 @@ import trio
 
 from schemas.commands import Broadcast, Checkpoint
 from schemas.desired import ProfileSession
-from schemas.errors import EngineError
+from schemas.errors import EngineError, RefusedError, UnansweredError
 from schemas.events import Abort, CheckSource, Flush, Load, Pause, Resume, StartProfile
 from schemas.safetensors.manifest import build_manifest
-from tests.engines import wheels
+from tests.engines import surfaces
 from tests.engines.releases import LATEST, PLACE, SHORT, in_process, releases, save_tensor
-from workers.engines.client import CallRefused, Unanswered
+from workers.engines.client import CallRefused
 from workers.engines.sglang.engine import SGLangEngine
 from workers.engines.sglang.in_process import TokenizerManagerClient
 from workers.engines.vllm.engine import fingerprint
 
-pytestmark = [
-    *(pytest.mark.engine_wheels, pytest.mark.timeout(600), pytest.mark.anyio),
-    *(pytest.mark.one_loop, pytest.mark.usefixtures("fetched_wheels")),
-]
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 LABELS = {"update_weight_version", "compute_weight_checksums"}
+BROADCAST = Broadcast(host="10.0.0.1", port=29500, group="g", replicas=(0, 1))
+UPDATES = {
+    "sglang": ("begin_weight_update", "update_weights_from_distributed", "end_weight_update"),
+    "vllm": ("start_weight_update", "update_weights", "finish_weight_update"),
+}
 
 
 @pytest.mark.parametrize(("kind", "version"), releases("sglang"))
-async def test_calls_of_sglang_fit_the_release(kind: wheels.Kind, version: str, tmp_path: Path) -> None:
+async def test_calls_of_sglang_fit_the_release(kind: surfaces.Kind, version: str, tmp_path: Path) -> None:
     async with in_process(kind, version, tmp_path) as bench:
         assert await bench.refusal(StartProfile(ProfileSession(4, SHORT), "s4")) == ""
         armed, started = bench.arguments("start_profile")
         of_request = set(started) == {"req"}
-        assert of_request == (wheels.number(version) >= (0, 5, 15))
+        assert of_request == (surfaces.number(version) >= (0, 5, 15))
         names = ("output_dir", "activities", "start_step")
         never, words = (
             {name: getattr(entry["req"], name) for name in names} if of_request else entry for entry in (armed, started)
@@ -51,7 +53,7 @@ async def test_calls_of_sglang_fit_the_release(kind: wheels.Kind, version: str, 
         if "update_weight_version" in bench.standin.engine.__class__.__dict__:
             assert [argument["obj"].new_version for argument in bench.arguments("update_weight_version")] == ["7"]
         else:
-            assert (await bench.adapter.observe()).version == 7
+            assert (await bench.backend.observe()).version == 7
 
         before = len(bench.standin.calls)
         assert await bench.refusal(Flush()) == ""
@@ -59,8 +61,8 @@ async def test_calls_of_sglang_fit_the_release(kind: wheels.Kind, version: str, 
 
 
 @pytest.mark.parametrize(("kind", "version"), releases("vllm"))
-async def test_calls_of_vllm_fit_the_release(kind: wheels.Kind, version: str, tmp_path: Path) -> None:
-    new = wheels.number(version) >= (0, 16)
+async def test_calls_of_vllm_fit_the_release(kind: surfaces.Kind, version: str, tmp_path: Path) -> None:
+    new = surfaces.number(version) >= (0, 16)
     async with in_process(kind, version, tmp_path) as bench:
         assert await bench.refusal(Pause("wait")) == ""
         words = {"mode": "wait"} if new else {"wait_for_inflight_requests": True}
@@ -68,38 +70,63 @@ async def test_calls_of_vllm_fit_the_release(kind: wheels.Kind, version: str, tm
 
         assert await bench.refusal(Abort()) == ""
         ids = {"request_id": ["one", "0_two", "two"]}  # a request for two samples and its children, by their own ids
-        assert bench.arguments("abort") == [{**ids, "internal": True} if wheels.number(version) >= (0, 14) else ids]
+        assert bench.arguments("abort") == [{**ids, "internal": True} if surfaces.number(version) >= (0, 14) else ids]
 
         if "compute_weight_checksums" in (await bench.client.methods() or {}):
             manifest = build_manifest(tmp_path / "checkpoints" / "step_7", content=True)
-            returned = await bench.adapter.perform(Load(7, Checkpoint("step_7"), manifest), 1.0)
+            returned = await bench.backend.perform(Load(7, Checkpoint("step_7"), manifest), 1.0)
             assert returned.digest == fingerprint({"tp0:w": "a", "tp1:w": "b"})  # of all workers, as over HTTP
 
 
 @pytest.mark.parametrize(("kind", "version"), releases("sglang", "vllm"))
-async def test_a_broadcast_is_received_as_the_release_does_it(kind: wheels.Kind, version: str, tmp_path: Path) -> None:
+async def test_a_broadcast_is_received_as_the_release_does_it(
+    kind: surfaces.Kind, version: str, tmp_path: Path
+) -> None:
     manifest = build_manifest(save_tensor(tmp_path / "sent"), content=False)
-    source = Broadcast(host="10.0.0.1", port=29500, group="g", replicas=(0, 1))
     async with in_process(kind, version, tmp_path) as bench:
-        can = kind == "sglang" or wheels.number(version) >= (0, 16)
-        assert (await bench.refusal(CheckSource(source, manifest, 7)) == "") == can
+        can = kind == "sglang" or surfaces.number(version) >= (0, 16)
+        assert (await bench.refusal(CheckSource(BROADCAST, manifest, 7)) == "") == can
         if not can:
             assert "update_weights" not in (await bench.client.methods() or {})
             return
         before = len(bench.calls())
-        assert await bench.refusal(Load(7, source, manifest)) == ""
-        assert await bench.refusal(Load(8, source, manifest)) == ""  # the group is made once
+        assert await bench.refusal(Load(7, BROADCAST, manifest)) == ""
+        assert await bench.refusal(Load(8, BROADCAST, manifest)) == ""  # the group is made once
         made = [method for method in bench.calls()[before:] if method not in LABELS]
-        session = {"sglang": (0, 5, 21), "vllm": (0, 21)}[kind] <= wheels.number(version)
-        update = {
-            "sglang": ["begin_weight_update", "update_weights_from_distributed", "end_weight_update"],
-            "vllm": ["start_weight_update", "update_weights", "finish_weight_update"],
-        }[kind]
+        session = {"sglang": (0, 5, 21), "vllm": (0, 21)}[kind] <= surfaces.number(version)
+        update = [*UPDATES[kind]]
         group = {"sglang": "init_weights_update_group", "vllm": "init_weight_transfer_engine"}[kind]
         assert made == [group, *2 * (update if session else update[1:2])]
         if kind == "vllm":  # wrapped in the release's own classes
             assert bench.arguments(group)[0]["request"].init_info["rank_offset"] == 1
             assert bench.arguments("update_weights")[0]["request"].update_info["names"] == ["w"]
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+async def test_an_update_that_fails_is_finished(kind: surfaces.Kind, tmp_path: Path) -> None:
+    begin, update, end = UPDATES[kind]
+    load = Load(7, BROADCAST, build_manifest(save_tensor(tmp_path / "sent"), content=False))
+    async with in_process(kind, LATEST[kind], tmp_path) as bench:
+        bench.standin.answers[update] = RuntimeError("the sender went away")
+        assert await bench.refusal(load)
+        assert [method for method in bench.calls() if method in UPDATES[kind]] == [begin, update, end]
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+async def test_an_update_that_its_agent_left_open_is_finished_first(kind: surfaces.Kind, tmp_path: Path) -> None:
+    begin, update, end = UPDATES[kind]
+    load = Load(7, BROADCAST, build_manifest(save_tensor(tmp_path / "sent"), content=False))
+    async with in_process(kind, LATEST[kind], tmp_path) as bench:
+        begun: list[None] = []
+
+        async def once(**_: object) -> None:
+            begun.append(None)
+            if len(begun) == 1:
+                raise RuntimeError("a weight update is already active")
+
+        bench.standin.answers[begin] = once
+        assert await bench.refusal(load) == ""
+        assert [method for method in bench.calls() if method in UPDATES[kind]] == [begin, end, begin, update, end]
 
 
 # --- what an engine answers -------------------------------------------------------------------------------------------
@@ -120,18 +147,18 @@ async def test_a_field_that_the_release_lacks_is_refused_and_nothing_is_called(t
         assert bench.arguments("continue_generation") == []
 
 
-async def test_an_error_is_a_refusal_by_a_live_engine_and_no_answer_of_a_dead_one(tmp_path: Path) -> None:
+async def test_an_error_is_an_answer_of_a_live_engine_and_a_dead_one_is_not_called(tmp_path: Path) -> None:
     async with in_process("vllm", LATEST["vllm"], tmp_path) as bench:
         bench.standin.answers["resume_generation"] = ValueError("not now")
         with pytest.raises(CallRefused, match="ValueError: not now"):
             await bench.client.call("resume_generation")
         bench.standin.answers["check_health"] = RuntimeError("core died")
-        with pytest.raises(Unanswered, match="core died"):
-            await bench.client.call("resume_generation")
-        with pytest.raises(Unanswered, match="core died"):
-            await bench.client.read("is_paused")
+        for late in (bench.client.call("resume_generation"), bench.client.read("is_paused")):
+            with pytest.raises(RefusedError, match="was not called: the engine is dead: RuntimeError.* core died"):
+                await late
+        assert len(bench.arguments("resume_generation")) == 1
         assert await bench.client.methods() is None
-        assert (await bench.adapter.observe()).tokenizer == "unknown"
+        assert (await bench.backend.observe()).tokenizer == "unknown"
 
 
 async def test_a_call_ends_when_its_engine_dies_without_an_answer(tmp_path: Path) -> None:
@@ -142,12 +169,12 @@ async def test_a_call_ends_when_its_engine_dies_without_an_answer(tmp_path: Path
             await anyio.sleep_forever()
 
         bench.standin.answers["resume_generation"] = die
-        with pytest.raises(Unanswered, match="core died"):
+        with pytest.raises(UnansweredError, match="core died"):
             await bench.client.call("resume_generation")
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
-async def test_a_call_continues_when_its_caller_is_cancelled(kind: wheels.Kind, tmp_path: Path) -> None:
+async def test_a_call_continues_when_its_caller_is_cancelled(kind: surfaces.Kind, tmp_path: Path) -> None:
     began, may_end, ended = anyio.Event(), anyio.Event(), anyio.Event()
 
     async def take_long(**_: object) -> None:
@@ -180,25 +207,26 @@ async def test_a_node_without_control_has_no_tokenizer(manager: object, tmp_path
 
 async def test_an_engine_that_is_shut_down_is_gone(tmp_path: Path) -> None:
     async with in_process("sglang", LATEST["sglang"], tmp_path) as bench:
-        assert (await bench.adapter.observe()).tokenizer == "present"
+        assert (await bench.backend.observe()).tokenizer == "present"
         bench.standin.engine.gracefully_exit = True
-        assert (await bench.adapter.observe()).tokenizer == "unknown"
-        with pytest.raises(Unanswered):
+        assert (await bench.backend.observe()).tokenizer == "unknown"
+        with pytest.raises(RefusedError, match="was not called: the engine is being shut down"):
             await bench.client.call("continue_generation")
+        assert bench.arguments("continue_generation") == []
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
-async def test_two_engines_in_one_process_are_distinguished(kind: wheels.Kind, tmp_path: Path) -> None:
+async def test_two_engines_in_one_process_are_distinguished(kind: surfaces.Kind, tmp_path: Path) -> None:
     async with (
         in_process(kind, LATEST[kind], tmp_path / "a") as first,
         in_process(kind, LATEST[kind], tmp_path / "b") as second,
     ):
-        seen = {(await bench.adapter.observe()).instance for bench in (first, first, second)}
+        seen = {(await bench.backend.observe()).instance for bench in (first, first, second)}
     assert len(seen) == 2
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
-def test_an_agent_under_trio_gets_advice(kind: wheels.Kind, tmp_path: Path) -> None:
+def test_an_agent_under_trio_gets_advice(kind: surfaces.Kind, tmp_path: Path) -> None:
     async def enter() -> None:
         async with in_process(kind, LATEST[kind], tmp_path):
             pass

@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
+import torch
 from msgspec.structs import replace
 
 from schemas.commands import Checkpoint, ProfilePlan
@@ -23,6 +24,7 @@ from schemas.events import (
     Flush,
     Load,
     Pause,
+    Restore,
     Resume,
     Sleep,
     StartProfile,
@@ -32,11 +34,10 @@ from schemas.events import (
 from schemas.identity import Identity, Operation, Tag
 from schemas.safetensors.manifest import build_manifest
 from tests.running import python
-from workers.conformance.bench import Setup, opened
+from workers.conformance.engine_under_test import Setup, opened
 from workers.conformance.kit import Kit
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
-from workers.engines.tiny.profile import FORWARD
 from workers.engines.tiny.scheduler import Scheduler
 from workers.engines.tiny.server import Completion, TinyClient
 
@@ -120,6 +121,12 @@ async def test_it_starts_paused_and_describes_itself(bench: Bench) -> None:
     assert len(waiting.result(20).tokens) == 4
 
 
+async def test_it_computes_on_one_core_and_leaves_others_theirs(bench: Bench) -> None:
+    before = torch.get_num_threads()
+    assert bench.scheduler.run(torch.get_num_threads) == 1
+    assert torch.get_num_threads() == before
+
+
 async def test_each_launch_is_another_instance(tmp_path: Path) -> None:
     async with tiny(tmp_path) as first:
         instance = (await first.engine.observe()).instance
@@ -135,7 +142,7 @@ async def test_a_higher_node_rank_has_no_tokenizer_and_nothing_to_call(tmp_path:
             await bench.do(Resume())
 
 
-def test_importing_the_adapter_and_the_client_loads_no_torch() -> None:
+def test_importing_the_backend_and_the_client_loads_no_torch() -> None:
     code = "import sys, workers.engines.tiny.engine, workers.engines.tiny.server; assert 'torch' not in sys.modules"
     assert python("-c", code).returncode == 0
 
@@ -181,17 +188,6 @@ def test_a_checkpoint_is_not_saved_over_another(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
-async def test_a_load_takes_what_was_read_before_the_pause(bench: Bench) -> None:
-    staging, load = bench.engine._staging, bench.save(1)
-    await bench.do(Resume(), CheckSource(load.source, load.manifest, load.version))
-    staged = staging._staged
-    assert staged is not None
-    await bench.do(Pause("abort"), load)
-    held = weights(bench.scheduler.model)
-    assert all(held[name].data_ptr() == tensor.data_ptr() for name, tensor in staged.tensors.items())
-    assert digest(held) == digest(weights(TinyModel(TinyConfig(), seed=1)))
-
-
 async def test_a_load_reads_again_what_was_written_since_the_check(bench: Bench) -> None:
     load = bench.save(1)
     file = bench.folder / "v1" / "model.safetensors"
@@ -204,16 +200,10 @@ async def test_a_load_reads_again_what_was_written_since_the_check(bench: Bench)
     assert digest(weights(bench.scheduler.model)) == digest(weights(TinyModel(TinyConfig(), seed=2)))
 
 
-async def test_a_sync_that_ends_otherwise_leaves_nothing_to_load(bench: Bench) -> None:
-    load = bench.save(1)
-    await bench.do(CheckSource(load.source, load.manifest, load.version), Pause("abort"), Resume())
-    assert bench.engine._staging._staged is None
-
-
 async def test_weights_that_nobody_digested_are_digested_for_who_asks(bench: Bench) -> None:
     await bench.do(replace(bench.save(1), manifest=None))
     assert (await bench.engine.observe()).digest is None
-    assert bench.client.weights().digest == digest(weights(TinyModel(TinyConfig(), seed=1)))
+    assert bench.client.describe().digest == digest(weights(TinyModel(TinyConfig(), seed=1)))
 
 
 async def test_it_samples_what_the_trainer_would(bench: Bench) -> None:
@@ -229,67 +219,7 @@ async def test_it_samples_what_the_trainer_would(bench: Bench) -> None:
     assert drawn.versions == [0] * 12
 
 
-def spoil(folder: Path, how: str) -> None:
-    """Damage the checkpoint of version 2."""
-    file = folder / "v2" / "model.safetensors"
-    if how == "missing":
-        file.unlink()
-    elif how == "cut off":
-        file.write_bytes(file.read_bytes()[:-10])
-    elif how == "noise":
-        file.write_bytes(b"\xff" * 500)
-    else:
-        file.unlink()
-        configs = {"another shape": TinyConfig(hidden=32), "fewer tensors": TinyConfig(layers=1)}
-        save(TinyModel(configs.get(how, TinyConfig()), seed=9), folder / "v2")
-
-
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        ("missing", "no .*safetensors"),
-        ("cut off", "cut off|not fully covered"),
-        ("noise", "refused"),
-        ("another shape", "of another model"),
-        ("fewer tensors", "lacks blocks.1"),
-        ("other values", "right tensors with other values"),
-    ],
-)
-async def test_a_bad_checkpoint_never_touches_the_engine(bench: Bench, tmp_path: Path, how: str, reason: str) -> None:
-    await bench.do(bench.save(1), Resume())
-    before, tokens = await bench.engine.observe(), bench.generate([1]).tokens
-    load = bench.save(2)
-    spoil(tmp_path, how)
-    for call in (CheckSource(load.source, load.manifest, 2), load):
-        await bench.do(Pause("abort"))
-        with pytest.raises(CheckpointError, match=reason):
-            await bench.do(call)
-        await bench.do(Resume())
-        assert replace(await bench.engine.observe(), generated=before.generated) == before
-        assert bench.generate([1]).tokens == tokens
-
-
-@pytest.mark.parametrize("path", ["/etc", "../outside"])
-async def test_paths_stay_below_the_root(bench: Bench, path: str) -> None:
-    with pytest.raises(CheckpointError, match="path refused"):
-        await bench.do(CheckSource(Checkpoint(path), None, 1))
-
-
 # --- pausing ----------------------------------------------------------------------------------------------------------
-
-
-async def test_pause_abort_answers_running_requests_with_the_tokens_they_have(bench: Bench) -> None:
-    await bench.do(Resume())
-    begun = await bench.begin_long([1])
-    await bench.do(Pause("abort"))
-    assert not (await bench.engine.observe()).generating
-    late = bench.begin([1], 4)
-    with pytest.raises(NotYet):
-        late.result(0.3)
-    await bench.do(Resume())
-    assert len(late.result(20).tokens) == 4
-    done = begun.result(20)
-    assert done.finish_reason == "abort" and 0 < len(done.tokens) < LONG
 
 
 async def test_pause_keep_freezes_requests_through_a_load(bench: Bench) -> None:
@@ -297,13 +227,15 @@ async def test_pause_keep_freezes_requests_through_a_load(bench: Bench) -> None:
     load = bench.save(1)
     await bench.do(Resume())
     begun = await bench.begin_long([1])
-    await bench.do(Pause("keep"))
-    with pytest.raises(EngineError, match="flush was refused: 1 requests are frozen"):
+    with pytest.raises(EngineError, match="flush was refused: 1 requests are running"):
         await bench.do(Flush())
-    await bench.do(load, Resume())
+    await bench.do(Pause("keep"), load, Flush(), Resume())
     done = begun.result(20)
     assert len(done.tokens) == LONG and done.finish_reason == "length"
     assert set(done.versions) == {0, 1} and sorted(done.versions) == done.versions
+    old = done.versions.index(1)
+    rest = bench.generate([1, *done.tokens[:old]], LONG - old)
+    assert done.tokens[old:] == rest.tokens and set(rest.versions) == {1}  # of the new weights alone
 
 
 async def test_a_frozen_request_outlives_the_release_of_its_cache(bench: Bench) -> None:
@@ -315,25 +247,6 @@ async def test_a_frozen_request_outlives_the_release_of_its_cache(bench: Bench) 
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "tags", [{"weights"}, {"kv_cache"}, {"weights", "kv_cache"}], ids=lambda tags: "+".join(sorted(tags))
-)
-async def test_sleep_frees_and_wake_restores(bench: Bench, tags: set[Tag]) -> None:
-    await bench.do(Resume())
-    before, tokens = await bench.engine.observe(), bench.generate([2]).tokens
-    scheduler = bench.engine._scheduler
-    assert scheduler is not None
-    size = sum(parameter.numel() for parameter in scheduler.model.parameters())
-    await bench.do(Pause("abort"), Sleep(frozenset(tags)))
-    asleep = await bench.engine.observe()
-    assert asleep.asleep == frozenset(tags) and not asleep.generating
-    if "weights" in tags:
-        assert sum(parameter.numel() for parameter in scheduler.model.parameters()) == 0 < size
-    await bench.do(Wake(frozenset(tags)), Resume())
-    assert replace(await bench.engine.observe(), generated=before.generated) == before
-    assert bench.generate([2]).tokens == tokens
 
 
 async def test_calls_that_would_break_it_are_refused(bench: Bench) -> None:
@@ -354,43 +267,12 @@ async def test_calls_that_would_break_it_are_refused(bench: Bench) -> None:
             await bench.do(call)
 
 
-async def test_prefixes_computed_by_old_weights_are_reused_until_they_are_flushed(bench: Bench) -> None:
-    prompt = [1, 2, 3, 4, 5, 6]
-    load = bench.save(1)
-    await bench.do(Resume())
-    old = bench.generate(prompt)
-    await bench.do(Pause("abort"), load, Resume())
-    stale = bench.generate(prompt)
-    await bench.do(Flush())
-    fresh = bench.generate(prompt)
-    again = bench.generate(prompt)
-    assert old.versions == [0] * 8 and stale.versions == fresh.versions == [1] * 8
-    assert again.tokens == fresh.tokens and again.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
-    for other in (old, fresh):
-        assert stale.logprobs[0] != pytest.approx(other.logprobs[0], abs=1e-3)
-
-
 # --- profiles ---------------------------------------------------------------------------------------------------------
 
 
 def session(step: int) -> tuple[StartProfile, StopProfile]:
     opened, directory = ProfileSession(step, ProfilePlan()), f"global_step_{step}/replica_0"
     return StartProfile(opened, directory), StopProfile(opened, directory)
-
-
-async def test_a_trace_holds_the_forwards_of_its_session(bench: Bench, tmp_path: Path) -> None:
-    start, stop = session(3)
-    await bench.do(Resume())
-    bench.generate([1], 5)
-    await bench.do(start)
-    assert (await bench.engine.observe()).profiling
-    bench.generate([1], 7)
-    returned = await bench.do(stop)
-    (trace,) = returned.traces
-    assert trace.path.startswith("global_step_3/replica_0/") and not returned.auto_stopped
-    file = tmp_path / "traces" / trace.path
-    names = [event.get("name") for event in json.loads(file.read_text())["traceEvents"]]
-    assert file.stat().st_size == trace.nbytes and names.count(FORWARD) == 7
 
 
 async def test_profiles_that_cannot_be_recorded_are_refused_with_a_reason(bench: Bench, tmp_path: Path) -> None:
@@ -443,7 +325,18 @@ async def test_a_line_that_is_no_request_is_refused_and_the_next_client_is_serve
 
 
 def test_an_engine_that_is_gone_is_named_with_its_address(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=f"ipc://{tmp_path}/nobody did not answer"):
-        TinyClient(f"ipc://{tmp_path}/nobody").weights()
+    with pytest.raises(EngineError, match=f"ipc://{tmp_path}/missing did not answer"):
+        TinyClient(f"ipc://{tmp_path}/missing").describe()
     with pytest.raises(EngineError, match="is reached at ipc://PATH"):
-        TinyClient("tcp://127.0.0.1:1").weights()
+        TinyClient("tcp://127.0.0.1:1").describe()
+
+
+async def test_it_goes_back_to_the_weights_of_its_launch(tmp_path: Path) -> None:
+    async with tiny(tmp_path) as bench:
+        launched = await bench.engine.observe()
+        assert launched.remedies is not None and launched.remedies.launched_from is not None
+        await bench.do(bench.save(1))
+        assert (await bench.engine.observe()).digest != launched.digest
+        await bench.do(Restore(launched.remedies.launched_from))
+        seen = await bench.engine.observe()
+    assert (seen.digest, seen.version) == (launched.digest, 0)

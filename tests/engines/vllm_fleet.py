@@ -1,7 +1,7 @@
 """Two replicas of a real vLLM on the CPU under real agents, for all tests that command one.
 
-Replica 0 has two nodes: a server that is started here with an agent beside it, and an agent on a node without a front
-end. Replica 1 has one node, whose agent launched its server. A trainer's bus commands both.
+Replica 0 is a server that is started here, with an agent beside it. The agent of replica 1 launched its server. A
+trainer's bus commands both.
 
 Replica 0 stays on vLLM's default executor, whose worker is a process of its own. Replica 1 takes `uni`, which needs
 none. Readers of the default's queues spin for a second after each message (`shm_broadcast.py`, `busy_loop_s`); two
@@ -14,20 +14,12 @@ from pathlib import Path
 from typing import Final
 
 from controlplane import ControlPlane
+from schemas.agent_status import AgentStatus
 from schemas.commands import Checkpoint
-from schemas.reports import AgentStatus, SyncReport
+from schemas.reports import SyncReport
 from tests.engines.models import save_model, save_weights, weights
 from tests.engines.reports import BUS
-from tests.engines.servers import (
-    AgentProcess,
-    EngineServer,
-    Proxy,
-    Request,
-    command,
-    complete,
-    environment,
-    free_port,
-)
+from tests.engines.servers import AgentProcess, EngineServer, Proxy, command, complete, environment, free_port
 
 PLAIN: Final = {"torch_profiler_with_stack": False, "ignore_frontend": True}
 DETAILED: Final = {
@@ -65,13 +57,12 @@ class VLLMFleet:
         launch = ["env", *(f"{name}={value}" for name, value in variables.items()), *launched]
         kind = ("--engine", "vllm")
         self.agents = [
-            open_.enter_context(AgentProcess(bus, folder, "0.0", 2, *kind, "--url", self.proxy.url)),
-            open_.enter_context(AgentProcess(bus, folder, "0.1", 2, *kind)),
+            open_.enter_context(AgentProcess(bus, folder, "0.0", 1, *kind, "--url", self.proxy.url)),
             open_.enter_context(
                 AgentProcess(bus, folder, "1.0", 1, *kind, "--url", self.second_url, "--launch", "--", *launch)
             ),
         ]
-        self.plane.wait_for_agents(3, timeout=300).wait()
+        self.plane.wait_for_agents(2, timeout=300).wait()
 
     def sync(self, path: str, *, content: bool = False, quorum: int | None = None, timeout: float = 30) -> SyncReport:
         """Bring the fleet to the weights in a folder."""
@@ -84,10 +75,6 @@ class VLLMFleet:
         """Greedy tokens of both replicas."""
         return self.first.complete(), complete("vllm", self.second_url, "hello", 8, str(self.folder / "a"))
 
-    def request(self, tokens: int) -> Request:
-        """One to the first server."""
-        return Request("vllm", self.first.url, self.first.model, tokens)
-
     def status(self, agent: str) -> AgentStatus:
         """What an agent last said of itself."""
         (line,) = (entry for entry in self.plane.status().agents if entry.agent == agent)
@@ -96,7 +83,7 @@ class VLLMFleet:
 
     def wait_ready(self) -> None:
         """Until all agents can be commanded."""
-        self.plane.wait_for_agents(3, timeout=120).wait()
+        self.plane.wait_for_agents(2, timeout=120).wait()
 
     def rest(self) -> None:
         """A test that fails half way must not leave the next one an engine that is paused, asleep or frozen."""

@@ -10,25 +10,16 @@ from pathlib import Path
 
 import msgspec
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 from controlplane.machine import events as bus
 from schemas import commands, wire
 from schemas import events as agent
-from schemas.desired import Committed, Desired, ProfileSession, Syncing
+from schemas.agent_status import AgentStatus, Clock
+from schemas.desired import Adapter, Committed, Desired, ProfileSession, Syncing
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.outcomes import Acted, ErrorKind, Failed, Missing, Reason, Skipped, Trace
-from schemas.reports import (
-    AgentLine,
-    AgentOutcome,
-    AgentStatus,
-    Clock,
-    FleetStatus,
-    HeldSync,
-    PendingCommand,
-    RecentFailure,
-    Report,
-    SyncReport,
-)
+from schemas.reports import AgentLine, AgentOutcome, FleetStatus, RecentFailure, Report, SyncReport
 
 FILE = Path(__file__).with_name("wire.json")
 
@@ -46,6 +37,9 @@ MANIFEST = commands.Manifest(tensors=3, nbytes=1024, layout="aa", content="bb")
 SESSION = ProfileSession(3, PLAN)
 PROFILE = commands.ProfileCommand(action="start", step=3, plan=PLAN)
 SYNC = commands.WeightSync(phase="commit", version=5, source=SOURCE, manifest=MANIFEST, quarantine=frozenset({2, 0}))
+ADAPTER = commands.AdapterVersion(
+    name="policy", version=7, path="adapters/step_7", manifest=MANIFEST, config="cc", base=5
+)
 TRACE = Trace("global_step_3/replica_1/a.json", 99, "cc")
 ENVELOPE = wire.Envelope(
     run="run-1",
@@ -91,10 +85,7 @@ REPORT = Report(
     ),
 )
 AWAY = Report(
-    seq=8,
-    origin=2,
-    command=SYNC,
-    outcomes=(AgentOutcome(agent="3.0", conclusion=Missing("absent", away_ms=180_000)),),
+    seq=8, origin=2, command=SYNC, outcomes=(AgentOutcome(agent="3.0", conclusion=Missing("absent", away_ms=180_000)),)
 )
 
 SAMPLES: tuple[Struct, ...] = (
@@ -105,6 +96,8 @@ SAMPLES: tuple[Struct, ...] = (
     SYNC,
     commands.EngineCommand(operation="sleep", tags=frozenset({"weights", "kv_cache"})),
     commands.EpochStart(previous_epoch=2, logic=1),
+    commands.AdapterSync(phase="commit", adapter=ADAPTER, keep=3),
+    commands.AdapterDrop(name="policy"),
     # agent to bus
     wire.Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242),
     wire.Join(),
@@ -112,6 +105,7 @@ SAMPLES: tuple[Struct, ...] = (
     AgentStatus(ready=True, clock=CLOCK),
     AgentStatus(ready=False, wedged=True, trouble="tiny 1 is wedged"),
     AgentStatus(ready=True, activity="load", since_ms=4_000, clock=CLOCK),
+    AgentStatus(ready=True, adapters_missing=("policy-v7",), adapters_left=("policy-v5",)),
     wire.TimeRequest(sent_ns=5_000_000_000),
     wire.CommandOutcome(
         outcome=Acted(calls=("load",), version=5, digest="dd", auto_stopped=True, traces=(TRACE,)), rule=10
@@ -126,6 +120,7 @@ SAMPLES: tuple[Struct, ...] = (
     # bus to agent
     wire.Welcome(run="run-1", publish_port=5556, heartbeat_ms=2000, lease_ms=60_000, recorded_decisions=11),
     wire.Snapshot(desired=DESIRED),
+    wire.Snapshot(desired=Desired(adapters={"policy": Adapter((ADAPTER,), loading=replace(ADAPTER, version=8))})),
     wire.Replay(records=(wire.CommandRecord(origin=2, seq=7, envelope=ENVELOPE),)),
     wire.Ack(journal="j", through=12),
     wire.Rejoin(reason="say hello", give_up=True),
@@ -161,16 +156,12 @@ SAMPLES: tuple[Struct, ...] = (
         descriptors="40 of 1024 file descriptors are left",
         failures=(RecentFailure(ago_ms=2500, text="flush (seq 6): 1.0: failed engine_error: what was seen"),),
         read_only=True,
-        pending=(PendingCommand(name="pause (seq 7)", age_ms=1200, left_ms=28_800, waiting=1),),
-        held=HeldSync(version=5, phase="load", left_ms=9000),
+        left_ms=(28_800,),
     ),
     REPORT,
     SyncReport(version=4, status="aborted", loaded=(), quarantined=(), phases=(REPORT,), reason="too few"),
     wire.RequestRejected(reason="not by hand"),
-    wire.ReplyPart(
-        part=FleetStatus(run="run-1", epoch=1, seq=2, version=0, log="/runs/run.db", agents=()),
-        left=4000,
-    ),
+    wire.ReplyPart(part=b"of a status", left=3),
     # events of an agent's machine
     agent.Started(at_ms=1, identity=PLACE, incarnation="i"),
     agent.CommandReceived(at_ms=2, epoch=3, origin=2, seq=7, ttl_ms=900, command=PROFILE, target=commands.Target()),
@@ -181,9 +172,10 @@ SAMPLES: tuple[Struct, ...] = (
         at_ms=6, call_id=1, result=agent.Returned(digest="dd", traces=(TRACE,)), observation=OBSERVATION
     ),
     agent.EngineReturned(at_ms=6, call_id=2, result=agent.Fault("engine_error", "no")),
-    agent.StacksDumped(at_ms=6, call_id=2, note="The stacks are in a file."),
+    agent.EngineObserved(at_ms=6, observation=replace(OBSERVATION, adapters={"policy-v7": "adapters/step_7"})),
     agent.LeaseExpired(at_ms=7),
     agent.Tick(at_ms=8),
+    agent.Tick(at_ms=8, stacks="The stacks are in a file."),
     agent.Stopping(at_ms=9),
     # its effects
     agent.Perform(call_id=1, call=agent.CheckSource(SOURCE, MANIFEST, 5)),
@@ -199,11 +191,14 @@ SAMPLES: tuple[Struct, ...] = (
     agent.Perform(call_id=11, call=agent.AwaitPush(5, PUSHED, None)),
     agent.Perform(call_id=12, call=agent.Observe()),
     agent.Perform(call_id=13, call=agent.Load(5, commands.Checkpoint(PUSHED.path), None, PUSHED.label)),
+    agent.Perform(call_id=14, call=agent.Restore("/models/policy")),
+    agent.Perform(call_id=15, call=agent.CheckAdapter(ADAPTER)),
+    agent.Perform(call_id=16, call=agent.LoadAdapter(ADAPTER)),
+    agent.Perform(call_id=17, call=agent.UnloadAdapter("policy-v5", waited=True)),
     agent.Answer(epoch=2, seq=7, outcome=Skipped(Reason.ALREADY), rule=10),
     agent.RequestResend(8),
     agent.RequestSnapshot(),
     agent.Restart(),
-    agent.DumpStacks(2),
     # events of the coordinator
     bus.Opened(
         at_us=1,
@@ -231,7 +226,20 @@ SAMPLES: tuple[Struct, ...] = (
         quorum=2,
         target=commands.Target(replicas=frozenset({1, 0})),
         timeout_ms=600_000,
-        absent="wait",
+        on_unreachable="wait",
+    ),
+    bus.SyncRequested(
+        at_us=3,
+        at_ns=4,
+        ticket=3,
+        version=None,
+        source=SOURCE,
+        manifest=MANIFEST,
+        in_flight="abort",
+        quorum=None,
+        target=commands.Target(),
+        timeout_ms=600_000,
+        adapter=commands.AdapterRequest(name="policy", config="cc", base=5, keep=3),
     ),
     bus.RetireRequested(at_us=3, at_ns=4, ticket=3, places=("3", "1.1")),
     bus.HelloReceived(
@@ -249,7 +257,6 @@ SAMPLES: tuple[Struct, ...] = (
     bus.PeerLost(at_us=9, peer="1.0/i", reason="silent"),
     bus.SendFailed(at_us=9, at_ns=10, ticket=4, reason="RuntimeError: no group"),
     bus.SendReturned(at_us=9, at_ns=10, ticket=4),
-    bus.PhaseRequested(at_us=9, at_ns=10, ticket=5, sync=4, phase="load"),
     bus.TimerFired(at_us=10),
     bus.Closed(at_us=11, at_ns=12),
     # its effects
@@ -258,8 +265,7 @@ SAMPLES: tuple[Struct, ...] = (
     bus.Ping(peer="1.0/i"),
     bus.Conclude(ticket=1, report=REPORT),
     bus.Conclude(
-        ticket=2,
-        report=SyncReport(version=5, status="committed", loaded=(1,), quarantined=(0,), phases=(REPORT,)),
+        ticket=2, report=SyncReport(version=5, status="committed", loaded=(1,), quarantined=(0,), phases=(REPORT,))
     ),
     bus.Conclude(
         ticket=3,
@@ -281,12 +287,13 @@ def named() -> dict[str, Struct]:
 
 
 def main() -> None:
-    """Write wire.json: the bytes of each sample, and the same for people to read."""
+    """Write wire.json: the bytes of each sample, and the same for people to read; a line for each."""
     vectors = {}
     for name, sample in named().items():
         encoded = wire.encode(sample)
         vectors[name] = {"value": msgspec.to_builtins(msgspec.msgpack.decode(encoded)), "hex": encoded.hex()}
-    FILE.write_text(json.dumps(vectors, indent=1) + "\n")
+    lines = [f"{json.dumps(name)}: {json.dumps(vector)}" for name, vector in vectors.items()]
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

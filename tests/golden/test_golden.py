@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent
-from schemas.json_schema import UNIONS
 from schemas.wire import encode
+from tests.golden.json_schema import UNIONS
 from tests.golden.samples import FILE, SAMPLES, named
 
 RECORDED = {**UNIONS, "CoordinatorEvent": CoordinatorEvent, "CoordinatorEffect": CoordinatorEffect}

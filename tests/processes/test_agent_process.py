@@ -19,7 +19,7 @@ from schemas.commands import Checkpoint
 from schemas.config import BusConfig
 from schemas.errors import EngineError
 from schemas.formatting import kind_and_reason
-from tests.running import python, rolloutctl, started
+from tests.running import python, started, typed
 from tests.waiting import wait_until
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
 from workers.engines.tiny.server import Completion, TinyClient
@@ -147,14 +147,14 @@ def test_killed_and_started_again_it_serves_nothing_but_the_newest_weights(plane
         wait_until(generated)
         (after,) = completions
         assert (after.tokens, after.versions) == (before, [1] * 8)
-        assert client.weights().digest == digest(weights(model))
+        assert client.describe().digest == digest(weights(model))
 
 
 def test_an_engine_is_driven_by_hand(plane: ControlPlane, tmp_path: Path) -> None:
     front = f"ipc://{tmp_path}/engine"
 
     def by_hand(*words: str) -> dict[str, str]:
-        done = rolloutctl(*words, "--json", "--bus", plane.address)
+        done = typed(*words, "--json", "--bus", plane.address)
         assert done.returncode == 0, done.stderr + done.stdout
         outcomes = json.loads(done.stdout)["outcomes"]
         return {outcome["agent"]: ",".join(outcome["conclusion"].get("calls", ())) for outcome in outcomes}
@@ -208,7 +208,7 @@ def test_two_jobs_of_one_user_on_one_machine_do_not_meet(plane: ControlPlane, tm
     assert len({path.parent for path in home.glob("rolloutctl/*/*/agent-0.1*")}) == 2
 
 
-def test_an_engine_without_its_packages_is_one_clear_line(tmp_path: Path) -> None:
+def test_an_engine_without_its_packages_ends_the_agent_with_one_clear_line(tmp_path: Path) -> None:
     code = "import sys; sys.modules['safetensors'] = None; from controlplane.cli.__main__ import main; main()"
     words = [
         "agent",
@@ -223,11 +223,13 @@ def test_an_engine_without_its_packages_is_one_clear_line(tmp_path: Path) -> Non
     ]
     done = python("-c", code, *words)
     assert done.returncode == 3
-    assert done.stderr.startswith("rolloutctl: the tiny engine needs torch") and "rolloutctl[torch]" in done.stderr
+    logged, last = done.stderr.splitlines()
+    assert "TinyEngine.open raised: the tiny engine needs torch" in logged
+    assert last.startswith("rolloutctl: the tiny engine needs torch") and "its extra `torch`" in last
 
 
 def test_an_agent_without_a_bus_says_what_it_waits_for(tmp_path: Path) -> None:
     with Node(f"ipc://{tmp_path}/nobody", tmp_path, 0, 1) as node:
-        while "waits: nobody listens at" not in node.output:
+        while "waits: nothing listens at" not in node.output:
             assert node.process.poll() is None
         assert node.end(signal.SIGTERM) == 0

@@ -11,9 +11,7 @@ import termios
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
-
-from tests.running import environment, rolloutctl
+from tests.running import environment, rolloutctl, typed
 
 
 def in_terminal(columns: int, *words: object, env: dict[str, str]) -> tuple[int, str]:
@@ -35,38 +33,30 @@ def in_terminal(columns: int, *words: object, env: dict[str, str]) -> tuple[int,
     return process.wait(60), written.decode()
 
 
-@pytest.mark.parametrize("fault", [(), ("--fault", "kill-agent")], ids=["plain, in a pipe", "killed, in a terminal"])
-def test_the_demo_trains_syncs_profiles_and_replays(tmp_path: Path, fault: tuple[str, ...]) -> None:
-    out = tmp_path / "out"
-    words = ("demo", "--out", out, "--steps", "6", *fault)
-    if fault:
-        environ = {"TERM": "xterm-256color", "NO_COLOR": "1"}
-        code, written = in_terminal(160, *words, env=environ)
-        assert code == 0, written
-        assert not re.search(r"\x1b\[[0-9;]*(3[0-7]|9[0-7]|38;)[0-9;]*m", written), "a colour"
-        written = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", written)
-        assert not re.search(r"[^\r\n]\d{4}-\d\d-\d\dT[\d:.+-]+ (INFO|WARNING)", written), "a line in a progress bar"
-    else:
-        done = rolloutctl(*words)
-        assert done.returncode == 0, done.stderr + done.stdout
-        written = done.stdout
-        assert written.startswith("2 engines of 2 nodes each"), "before anything that takes time"
-        assert not {"─", "━", "\x1b", "…"} & set(written)
-        assert len(re.findall(r"^step +\d of 6  reward 0\.\d\d  weights v\d$", written, re.MULTILINE)) == 6
+def check_output(written: str, killed: bool) -> None:
     assert "USDT" not in written
     output = " ".join(written.split())
     assert "after each of 7 syncs, both engines held the trainer's weights, byte for byte" in output
     assert "all are the same" in output
-    assert ("agent 1.0 was killed" in output) is bool(fault)
-    assert ("agent 1.0 is back" in output) is bool(fault)
-    assert re.search(r"profile stop step \d 0\.0, 1\.0, actor\.0 0\.1, 1\.1 not_primary", output)
+    assert ("agent 1.0 was killed" in output) is ("agent 1.0 is back" in output) is killed
+
+
+def test_with_a_killed_agent_in_a_terminal_it_trains_syncs_profiles_and_replays(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    environ = {"TERM": "xterm-256color", "NO_COLOR": "1"}
+    code, written = in_terminal(160, "demo", "--out", out, "--steps", "6", "--fault", "kill-agent", env=environ)
+    assert code == 0, written
+    assert not re.search(r"\x1b\[[0-9;]*(3[0-7]|9[0-7]|38;)[0-9;]*m", written), "a colour"
+    written = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", written)
+    assert not re.search(r"[^\r\n]\d{4}-\d\d-\d\dT[\d:.+-]+ (INFO|WARNING)", written), "a line in a progress bar"
+    check_output(written, killed=True)
+    assert re.search(r"profile stop step \d \(seq \d+\): 3 acted, 2 skipped", written)
     places = sorted(path.relative_to(out / "traces").as_posix() for path in (out / "traces").glob("*/*"))
     folders = ("actor_rank_0", "replica_0", "replica_1")
     assert places == [f"global_step_{step}/{folder}" for step in (1, 4) for folder in folders]
     for trace in (out / "traces").glob("*/*/*.json"):
         assert any(event.get("name") == "tiny.forward" for event in json.loads(trace.read_text())["traceEvents"])
-    verified = rolloutctl("log", "verify", out / "run.db")
-    assert verified.returncode == 0
+    assert typed("log", "verify", out / "run.db").returncode == 0
 
 
 VERL = """
@@ -80,13 +70,18 @@ actor_rollout_ref:
 """
 
 
-def test_verls_yaml_decides_what_is_profiled_and_one_file_shows_it(tmp_path: Path) -> None:
+def test_in_a_pipe_it_prints_lines_and_verls_yaml_decides_what_is_profiled(tmp_path: Path) -> None:
     out, config = tmp_path / "out", tmp_path / "verl.yaml"
     config.write_text(VERL)
     done = rolloutctl("demo", "--out", out, "--steps", "6", "--profiler", config)
     assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stdout.startswith("2 engines of 2 nodes each"), "before anything that takes time"
+    assert not {"─", "━", "\x1b", "…"} & set(done.stdout)
+    assert len(re.findall(r"^step +\d of 6  reward 0\.\d\d  weights v\d$", done.stdout, re.MULTILINE)) == 6
+    check_output(done.stdout, killed=False)
     names = sorted(re.sub(r"-[0-9a-f]{16}", "", file.name) for file in (out / "traces").iterdir() if file.is_file())
     assert names == [
+        "actor-rank0_step_2_e2e.2.rank0.pt.trace.json.gz",  # of the second step of the session
         "actor-rank0_step_2_e2e.rank0.pt.trace.json.gz",
         "rollout-replica0-globalrank0_tiny-step2.pt.trace.json",
         "rollout-replica1-globalrank2_tiny-step2.pt.trace.json",
@@ -94,16 +89,16 @@ def test_verls_yaml_decides_what_is_profiled_and_one_file_shows_it(tmp_path: Pat
     for trace in (out / "traces").glob("rollout-*"):
         events = json.loads(trace.read_text())["traceEvents"]
         assert sum(event.get("name") == "tiny.forward" for event in events) == 3
-    drawn = rolloutctl("timeline", out / "run.db", "--traces", out / "traces", "-o", tmp_path / "run.json", "--json")
+    drawn = typed("timeline", out / "run.db", "--traces", out / "traces", "-o", tmp_path / "run.json", "--json")
     assert drawn.returncode == 0, drawn.stderr
     events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
     assert {"tiny.forward", "learn", "rollouts"} <= {event["name"] for event in events}
-    page = rolloutctl("report", out / "run.db", "-o", tmp_path / "run.html")
+    page = typed("report", out / "run.db", "-o", tmp_path / "run.html")
     assert page.returncode == 0 and "profile stop step 2" in (tmp_path / "run.html").read_text()
 
 
 def test_the_demo_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
-    done = rolloutctl("demo", "--out", tmp_path)
+    done = typed("demo", "--out", tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("rolloutctl: ") and "is not empty" in done.stderr

@@ -12,7 +12,7 @@ import pytest
 from controlplane import ControlPlane
 from schemas.config import BusConfig
 from schemas.outcomes import ErrorKind, Failed
-from tests.running import rolloutctl, started
+from tests.running import started, typed
 from tests.waiting import until, wait_until
 from workers.server.launch import ServerProcess
 from workers.stacks import StackDumps
@@ -82,9 +82,9 @@ def test_the_report_and_stall_name_the_file_that_says_where_the_engine_hangs(
         assert named[1] in log.read_text()
 
         wait_until(lambda: named[1] in plane.status().agents[0].condition)
-        shown = rolloutctl("stall", env={"ROLLOUTCTL_BUS": plane.address})
+        shown = typed("stall", env={"ROLLOUTCTL_BUS": plane.address})
         assert shown.returncode == 1 and named[1] in shown.stdout, shown.stdout
-    replayed = rolloutctl("log", "replay", tmp_path / "run.db")
+    replayed = typed("log", "replay", tmp_path / "run.db")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
 
 

@@ -1,6 +1,5 @@
 """Ctrl-C ends every command, also one that waits for what never comes. Nothing here would end by itself."""
 
-import json
 import re
 import signal
 import socket
@@ -18,6 +17,7 @@ import pytest
 
 from controlplane import ControlPlane
 from controlplane.cli.interrupt import CODE
+from tests.processes.launches import lives
 from tests.running import ROOT, environment, python
 from tests.waiting import wait_until
 
@@ -140,16 +140,24 @@ def test_an_agent_with_a_server_that_ignores_every_signal(tmp_path: Path) -> Non
 
 def test_a_gateway_in_the_middle_of_a_request(tmp_path: Path, deaf: socket.socket) -> None:
     engine = f"http://127.0.0.1:{deaf.getsockname()[1]}"
-    words = ("--bus", "tcp://127.0.0.1:0", "--log", tmp_path / "run.db", "--listen", "127.0.0.1:0", "--engine", engine)
+    words = (
+        "--address",
+        "tcp://127.0.0.1:0",
+        "--log",
+        tmp_path / "run.db",
+        "--listen",
+        "127.0.0.1:0",
+        "--engine",
+        engine,
+    )
     with command(tmp_path, "gateway", *words) as gateway:
         url = gateway.wait_for(r"http://127.0.0.1:\d+/replica/0")
 
-        def post() -> None:
-            request = urllib.request.Request(f"{url}/generate", json.dumps({"text": "a"}).encode())
+        def read() -> None:  # which is passed on also without an agent
             with suppress(OSError):
-                urllib.request.urlopen(request, timeout=60)
+                urllib.request.urlopen(f"{url}/server_info", timeout=60)
 
-        asking = Thread(target=post)
+        asking = Thread(target=read)
         asking.start()
         connection, _ = deaf.accept()
         with connection:
@@ -180,24 +188,6 @@ def test_a_log_that_is_shown_to_nobody(tmp_path: Path) -> None:
     assert shown.returncode == CODE
 
 
-def test_a_command_in_the_middle_of_code_that_an_import_evaluates(tmp_path: Path) -> None:
-    """As in namedtuple and torch. The process ends with its own code, not by the signal."""
-    (tmp_path / "evaluating.py").write_text(
-        "import click\n"
-        "from controlplane.cli import __main__ as program\n"
-        "@click.command()\n"
-        "def evaluating():\n"
-        "    exec('import signal; signal.raise_signal(signal.SIGINT)')\n"
-        "program.COMMANDS['status'] = 'evaluating:evaluating'\n"
-        "if __name__ == '__main__':\n"
-        "    program.main()\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-m", "evaluating", "status"], env=environment(), cwd=tmp_path, capture_output=True, timeout=60
-    )
-    assert ended.returncode == CODE, ended.stderr
-
-
 def test_a_command_whose_code_is_still_imported(tmp_path: Path) -> None:
     (tmp_path / "click.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -207,23 +197,51 @@ def test_a_command_whose_code_is_still_imported(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (CODE, "")
 
 
-def test_a_command_whose_libraries_take_long_to_end(tmp_path: Path) -> None:
-    """As torch does. What had to be closed is closed by then."""
-    (tmp_path / "slow.py").write_text(
-        "import atexit, signal, time\n"
-        "import click\n"
-        "from controlplane.cli import __main__ as program\n"
-        "@click.command()\n"
-        "def slow():\n"
-        "    atexit.register(time.sleep, 3600)\n"
-        "    click.echo('a result', nl=False)\n"
-        "    signal.raise_signal(signal.SIGINT)\n"
-        "program.COMMANDS['status'] = 'slow:slow'\n"
-        "if __name__ == '__main__':\n"
-        "    program.main()\n"
-    )
-    ended = python("-m", "slow", "status", cwd=tmp_path)
-    assert (ended.returncode, ended.stdout.strip(), ended.stderr.strip()) == (CODE, "a result", "")
+ASKED = """
+import atexit, signal, subprocess, sys, time
+import click
+from controlplane.cli import __main__ as program
+@click.command()
+def asked():
+    {body}
+program.COMMANDS["status"] = "asked:asked"
+if __name__ == "__main__":
+    program.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "output"),
+    [
+        ("exec('import signal; signal.raise_signal(signal.SIGINT)')", ""),  # as an import of namedtuple or torch
+        (
+            "atexit.register(time.sleep, 3600); click.echo('a result', nl=False); signal.raise_signal(signal.SIGINT)",
+            "a result",  # libraries take long to end, as torch does; what had to be closed is closed by then
+        ),
+    ],
+    ids=["evaluating", "ending"],
+)
+def test_a_command_in_the_middle_of_what_its_libraries_do(tmp_path: Path, body: str, output: str) -> None:
+    (tmp_path / "asked.py").write_text(ASKED.format(body=body))
+    ended = python("-m", "asked", "status", cwd=tmp_path)
+    assert (ended.returncode, ended.stdout.strip(), ended.stderr.strip()) == (CODE, output, "")
+
+
+def test_a_command_that_is_just_starting_a_child(tmp_path: Path) -> None:
+    """Popen has made the process, and the program does not know it yet."""
+    child = "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])"
+    body = f"{child}; click.echo(child.pid, nl=False); signal.raise_signal(signal.SIGINT)"
+    (tmp_path / "asked.py").write_text(ASKED.format(body=body))
+    ended = python("-m", "asked", "status", cwd=tmp_path)
+    assert ended.returncode == CODE, ended.stderr
+    # A signal is sent, not carried out, by the time that its sender ends.
+    wait_until(lambda: not runs(int(ended.stdout)))
+
+
+def runs(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return lives(psutil.Process(pid))
+    return False
 
 
 @pytest.mark.parametrize("when", ["starting", pytest.param("training", marks=pytest.mark.long)])

@@ -1,13 +1,12 @@
 """Servers that an agent launches: real guards and processes; whatever is killed, nothing is left behind."""
 
-import ast
 import json
 import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -20,33 +19,28 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from schemas.errors import ConfigError, EngineError
 from schemas.events import Call, Flush, Observation, Returned
+from tests.processes.launches import (
+    LONGEST_S,
+    QUIET,
+    STUBBORN,
+    TREE,
+    Servers,
+    gone,
+    guard_of,
+    lives,
+    printed,
+    python,
+    status_when,
+    tree,
+)
 from tests.waiting import until
 from workers.engine import Engine
 from workers.server import guard
 from workers.server.guard import RestartPolicy
-from workers.server.launch import LaunchedEngine, ServerProcess, ServerStatus
+from workers.server.launch import LaunchedEngine, ServerProcess
 
 pytestmark = pytest.mark.anyio
 
-AT_ONCE = RestartPolicy(first_wait_s=0.01)
-LONGEST_S = 60.0
-
-QUIET = "import signal; print('up', flush=True); signal.pause()"
-STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {QUIET}"
-TREE = """
-import os, signal, subprocess, sys
-quiet = [sys.executable, "-c", "import signal; signal.pause()"]
-other_session = subprocess.Popen(quiet, start_new_session=True)
-out, into = os.pipe()
-between = os.fork()
-if between == 0:
-    os.setsid()
-    os.write(into, b"%d" % subprocess.Popen(quiet, env={}).pid)
-    os._exit(0)
-os.waitpid(between, 0)
-os.write(1, b"tree %d %d %d\\n" % (os.getpid(), other_session.pid, int(os.read(out, 20))))
-signal.pause()
-"""
 AGENT = """
 import json, os, sys, anyio
 from pathlib import Path
@@ -64,75 +58,6 @@ async def main():
     await anyio.sleep_forever()
 anyio.run(main)
 """
-
-
-def python(code: str) -> tuple[str, ...]:
-    return (sys.executable, "-c", code)
-
-
-async def status_when(server: ServerProcess, holds: Callable[[ServerStatus], bool]) -> ServerStatus:
-    """Wait until the server's status is one that `holds`, and return that status."""
-    with anyio.fail_after(LONGEST_S):
-        while True:
-            if holds(status := server.status()):
-                return status
-            await anyio.sleep(0.01)
-
-
-def printed(word: str) -> Callable[[ServerStatus], bool]:
-    return lambda status: status.state == "running" and any(line.startswith(word) for line in status.log_tail)
-
-
-def tree(status: ServerStatus) -> list[psutil.Process]:
-    """The processes of TREE: the server, its child in another session, and the orphan, which has no environment."""
-    pids = next(line for line in status.log_tail if line.startswith("tree")).split()[1:]
-    found = [psutil.Process(int(pid)) for pid in pids]
-    assert len(found) == 3 and len({os.getsid(process.pid) for process in found}) == 3
-    return found
-
-
-async def gone(processes: Sequence[psutil.Process]) -> None:
-    await until(lambda: not any(lives(process) for process in processes))
-
-
-def lives(process: psutil.Process) -> bool:
-    """Whether it runs. When its zombie is reaped is up to the machine's init."""
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def guard_of(server: psutil.Process) -> psutil.Process:
-    parent = server.parent()
-    assert parent is not None
-    return parent
-
-
-class Servers:
-    """Starts servers in a folder, and ends them all."""
-
-    def __init__(self, folder: Path, stack: AsyncExitStack) -> None:
-        self.folder, self._stack = folder, stack
-
-    def __call__(self, code: str, *, restarts: RestartPolicy = AT_ONCE, grace_s: float = 20.0) -> ServerProcess:
-        server = ServerProcess(
-            python(code), log=self.folder / "server.log", name="tiny server", restarts=restarts, grace_s=grace_s
-        )
-        self._stack.push_async_callback(server.end)
-        return server
-
-    async def up(self, code: str, *, grace_s: float = 20.0) -> ServerProcess:
-        """A server that runs, and has printed `up`."""
-        server = self(code, grace_s=grace_s)
-        server.start()
-        await status_when(server, printed("up"))
-        return server
-
-    async def tree(self) -> tuple[ServerProcess, list[psutil.Process]]:
-        """The server of TREE, and its processes."""
-        server = self(TREE)
-        server.start()
-        return server, tree(await status_when(server, printed("tree")))
 
 
 @pytest.fixture
@@ -182,14 +107,6 @@ async def test_a_server_is_ended_with_all_that_it_started(servers: Servers) -> N
     assert await server.end() == ended
 
 
-async def test_an_ended_server_can_be_started_again(servers: Servers) -> None:
-    server = servers(QUIET)
-    for launch in (1, 2):
-        server.start()
-        await status_when(server, printed("up"))
-        assert (await server.end()).launches == launch
-
-
 async def test_a_server_that_ignores_sigterm_is_killed_when_the_grace_is_over(servers: Servers) -> None:
     server = await servers.up(STUBBORN, grace_s=0.2)
     assert (await server.end()).exit_code == -signal.SIGKILL
@@ -234,6 +151,8 @@ async def test_what_cannot_be_launched_is_an_error(servers: Servers, tmp_path: P
             ServerProcess(command, log=tmp_path / "log").start()
     with pytest.raises(ConfigError, match="output can't be written"):
         ServerProcess(python(QUIET), log=Path(__file__) / "log").start()
+    with pytest.raises(ConfigError, match="not a plain file"):
+        ServerProcess(python(QUIET), log=Path(os.devnull)).start()
     broken = tmp_path / "broken"
     broken.write_bytes(b"\x00neither a program nor a script")
     broken.chmod(0o755)
@@ -268,6 +187,70 @@ async def test_nothing_is_left_when_the_agent_is_killed(tmp_path: Path) -> None:
         processes.append(guard_of(processes[0]))
         agent.kill()
         await gone(processes)
+
+
+async def test_nothing_is_left_when_agent_and_guard_are_killed_together(tmp_path: Path) -> None:
+    async with agent_process(tmp_path, TREE, "alone") as (agent, report):
+        processes = [psutil.Process(int(pid)) for pid in report["last_line"].split()[1:]]
+        guards = [guard_of(processes[0]), guard_of(guard_of(processes[0]))]
+        agent.kill()
+        guards[0].kill()
+        await gone([*processes, *guards])
+
+
+PAUSE = "import signal; signal.pause()"
+
+
+def bystander(log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    with log.open("ab") as out:
+        return subprocess.Popen(python(PAUSE), stdout=out, env=environment, start_new_session=True)
+
+
+async def test_what_outlived_all_that_watched_it_is_ended_by_the_next_launch_and_nothing_else_is(
+    servers: Servers,
+) -> None:
+    """A trainer may log to the same file, and vLLM's processes have no environment that can be read."""
+    leaving = """
+import os, signal, subprocess, sys
+quiet = [sys.executable, "-c", "import signal; signal.pause()"]
+apart = dict(start_new_session=True)
+left = [subprocess.Popen(quiet, **options) for options in ({}, dict(env={}), apart, dict(env={}, **apart))]
+os.write(1, b"left %d %d %d %d\\n" % tuple(process.pid for process in left))
+signal.pause()
+"""
+    same_path = {**os.environ, guard.LOG_VARIABLE: f"1:2:{servers.folder / 'server.log'}"}
+    others = [bystander(servers.folder / "server.log", environment) for environment in ({}, same_path)]
+    try:
+        async with agent_process(servers.folder, leaving, "alone") as (agent, report):
+            left = [psutil.Process(int(pid)) for pid in report["last_line"].split()[1:]]
+            server = psutil.Process(report["pid"])
+            guards = [guard_of(server), guard_of(guard_of(server))]
+            for process in guards:  # so that none of them sees the end of another
+                process.suspend()
+            agent.kill()
+            for process in guards:
+                process.kill()
+            await gone([server])
+        assert all(lives(process) for process in left)
+        await servers.up(QUIET)
+        assert not any(lives(process) for process in left)
+        assert all(process.poll() is None for process in others)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+async def test_a_full_disk_under_the_log_stops_no_restart(servers: Servers) -> None:
+    server = servers("import signal; signal.pause()")
+    server.start()
+    pid = (await status_when(server, lambda status: status.state == "running")).pid
+    running = psutil.Process(pid)
+    size = (servers.folder / "server.log").stat().st_size
+    guard_of(running).rlimit(psutil.RLIMIT_FSIZE, (size, size))
+    running.kill()
+    status = await status_when(server, lambda status: status.state == "running" and status.launches == 2)
+    assert status.pid != pid
 
 
 async def test_a_child_of_the_agent_keeps_no_server_alive(tmp_path: Path) -> None:
@@ -325,13 +308,6 @@ def test_a_guard_without_an_order_ends() -> None:
     command = [sys.executable, "-P", guard.__file__]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=LONGEST_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
-
-
-def test_a_guard_needs_nothing_but_psutil() -> None:
-    nodes = list(ast.walk(ast.parse(Path(guard.__file__).read_text())))
-    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    modules |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
-    assert {module.partition(".")[0] for module in modules} - sys.stdlib_module_names == {"psutil"}
 
 
 # --- the server ends by itself ----------------------------------------------------------------------------------------

@@ -16,13 +16,14 @@ import pytest
 
 from controlplane.bus.operator import ask_status
 from controlplane.cli.agent import agent as agent_command
+from schemas.agent_status import Observed
 from schemas.commands import ProfilePlan
 from schemas.desired import ProfileSession
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.events import Pause, StartProfile
 from schemas.identity import Identity
-from schemas.reports import FleetStatus, Observed
-from tests.running import rolloutctl, started
+from schemas.reports import FleetStatus
+from tests.running import rolloutctl, started, typed
 from tests.waiting import wait_until
 from workers.engines.tiny.engine import TinyEngine
 
@@ -103,13 +104,13 @@ def test_an_engine_is_the_same_whoever_looks_and_however_that_ends(engine: TinyE
         commanding = rolloutctl(*agent(address, tmp_path / "other", "--serve", f"{front(tmp_path)}-2")[2:])
         assert commanding.returncode == 3
         assert "this bus only observes, and agent 0.0 would command its engine" in commanding.stderr
-        asked = rolloutctl("resume", "--bus", address)
+        asked = typed("resume", "--bus", address)
         assert asked.returncode == 1
         assert state_of(engine) == before
 
         bus.send_signal(signal.SIGINT)
         assert bus.wait(60) == 130
-    verified = rolloutctl("log", "verify", log)
+    verified = typed("log", "verify", log)
     assert (verified.returncode, "no violations" in verified.stdout) == (0, True), verified.stdout
 
 
@@ -122,7 +123,7 @@ def test_an_engine_is_the_same_whoever_looks_and_however_that_ends(engine: TinyE
         (("--traces", "t"), "--observe does not go with --traces"),
         (("--", "python"), "--observe does not go with a server's command"),
         (("--url", "http://h:1"), "--url http://h:1: a tiny engine is reached at ipc://PATH"),
-        ((), "--observe --engine tiny on node rank 0 needs --url of its server"),
+        ((), "--engine tiny on node rank 0 needs --url of its server, ipc://PATH"),
     ],
 )
 def test_options_that_are_about_commands_are_refused(tmp_path: Path, options: tuple[str, ...], says: str) -> None:

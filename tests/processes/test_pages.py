@@ -1,6 +1,5 @@
 """The trainers of docs/embedding.md, run as they stand with real agents; and the traps that the page names."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -14,10 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from controlplane import ControlPlane
-from schemas.errors import BusError
 from schemas.outcomes import ErrorKind, Failed
-from tests.pages import module_of
-from tests.running import ROOT, python, rolloutctl, started
+from tests.pages import blocks, module_of
+from tests.running import ROOT, python, started, typed
 from tests.waiting import wait_until
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
 
@@ -34,9 +32,9 @@ def learn(step):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A trainer's folder: its `learn`, three checkpoints to be, and the toy engine of the page on adapters."""
+    """A trainer's folder: its `learn`, three checkpoints to be, and the toy engine of the page on backends."""
     (tmp_path / "my_trainer.py").write_text(LEARN)
-    module_of("docs/adapters.md", "echo", tmp_path)
+    module_of("docs/backends.md", "echo", tmp_path)
     for step in range(3):
         (tmp_path / "made" / str(step)).mkdir(parents=True)
         tensor = torch.full((64,), step, dtype=torch.uint8)
@@ -68,6 +66,19 @@ def agent(bus: str, folder: Path, replica: int = 0) -> Iterator[None]:
         yield
 
 
+def test_a_tiny_engine_gives_tokens_as_docs_engines_md_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = blocks("docs/engines.md")
+    address = f"ipc://{tmp_path}/engine-0"
+    with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db") as plane:
+        words = ("agent", "--bus", plane.address, "--replica", 0, "--engine", "tiny", "--serve", address)
+        with started("-m", "controlplane.cli", *words, "--state-dir", tmp_path, cwd=tmp_path, env=paths(tmp_path)):
+            plane.wait_for_agents(1, timeout=100).wait()
+            exec(block.replace("ipc:///tmp/engine-0", address), {})
+    assert capsys.readouterr().out.endswith(" [0, 0, 0, 0]\n")
+
+
 @pytest.mark.parametrize("name", ["blocking_trainer", "async_trainer"])
 def test_a_trainer_of_the_page_trains(name: str, folder: Path) -> None:
     file, bus = written(name, folder)
@@ -80,7 +91,7 @@ def trained(done: subprocess.CompletedProcess[str], folder: Path) -> None:
     """Check that the trainer ended well, and that its log has three committed versions."""
     log = folder / "agent.log"
     assert done.returncode == 0, done.stdout + done.stderr + (log.read_text() if log.exists() else "")
-    shown = rolloutctl("log", "show", folder / "run.db").stdout
+    shown = typed("log", "show", folder / "run.db").stdout
     assert [version for version in (1, 2, 3) if f"weights commit v{version}" in shown] == [1, 2, 3]
 
 
@@ -120,26 +131,6 @@ def test_sigterm_closes_the_bus_of_the_page(folder: Path) -> None:
         assert trainer.wait(30) == 143
         with ControlPlane("tcp://127.0.0.1:0", log=folder / "run.db"):
             pass  # it was closed in order, and has let go of its log
-
-
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # newer Pythons: forking with threads
-def test_a_child_that_is_forked_may_live_and_may_not_use_the_bus(tmp_path: Path) -> None:
-    with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db") as plane:
-        for use in (False, True):
-            child = os.fork()
-            if not child:
-                code = 1
-                try:
-                    if use:
-                        plane.pause()
-                    code = 0
-                except BusError as error:
-                    code = 7 if "does not survive a fork" in str(error) else 8
-                finally:
-                    os._exit(code)
-            _, status = os.waitpid(child, 0)
-            assert os.waitstatus_to_exitcode(status) == (7 if use else 0)
-        assert plane.pause(timeout=5).wait().acted == ()
 
 
 def test_a_late_joiner_whose_checkpoint_was_removed_names_version_and_path(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -11,12 +12,12 @@ import pytest
 from controlplane import ControlPlane
 from controlplane.bus.key_folder import KeyFolder
 from controlplane.bus.operator import sync as ask_sync
-from controlplane.cli.reducers import replay_log
+from controlplane.cli.replay_log import replay_log
 from controlplane.record.log import RunLog
-from schemas.carriers.keys import KeySource
 from schemas.errors import CommandError
+from schemas.transport.keys import KeySource
 from tests.processes.test_agent_process import QUICK, Node
-from tests.running import rolloutctl
+from tests.running import typed
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
 from workers.engines.tiny.server import TinyClient
 
@@ -33,13 +34,13 @@ def test_the_fleet_is_brought_to_a_checkpoint_by_hand(tmp_path: Path) -> None:
     engine = f"ipc://{tmp_path}/e"
 
     def sync(*words: str) -> CompletedProcess[str]:
-        return rolloutctl("sync", "--bus", plane.address, "--key", ops, *words)
+        return typed("sync", "--bus", plane.address, "--key", ops, *words)
 
     with plane:
         alone = sync("first", "--json")
         assert alone.returncode == 1 and json.loads(alone.stdout)["status"] == "aborted"
         assert alone.stderr.startswith("rolloutctl: no agent has joined this run")
-        with Node(plane.address, tmp_path, 0, 0, "--keys", str(node), "--serve", engine):
+        with Node(plane.address, tmp_path, 0, 0, "--key", str(node), "--serve", engine):
             plane.wait_for_agents(1, timeout=60).wait()
             before = plane.status().seq
             for path, key, says in (
@@ -57,19 +58,28 @@ def test_the_fleet_is_brought_to_a_checkpoint_by_hand(tmp_path: Path) -> None:
             assert plane.status().seq == before, "nothing was sent"
             done = sync("first")
             assert done.returncode == 0 and done.stdout.startswith("weights v2 committed on replica 0"), done
-            held = TinyClient(engine).weights()
+            held = TinyClient(engine).describe()
             assert (held.version, held.digest) == (2, digest(weights(models["first"])))
-            with plane.begin_sync(None, "second") as opened:
-                opened.prepare().wait()
-                busy = sync("first")
-                assert busy.returncode == 3 and "a sync to version 3 is in its load phase" in busy.stderr
+            sending, asked = threading.Event(), threading.Event()
+
+            def send(_: tuple[int, ...]) -> None:
+                sending.set()
+                asked.wait(60)
+                raise RuntimeError("no group")
+
+            opened = plane.sync_weights(None, "second", send=send)
+            assert sending.wait(20)
+            busy = sync("first")
+            assert busy.returncode == 3 and re.search("a sync to version 3 is in its (load|commit) phase", busy.stderr)
+            asked.set()
+            assert opened.wait().status == "aborted"
             counted = sync("--version", "9", "second", "--json")
             assert counted.returncode == 0 and json.loads(counted.stdout)["version"] == 9
-            assert TinyClient(engine).weights().digest == digest(weights(models["second"]))
+            assert TinyClient(engine).describe().digest == digest(weights(models["second"]))
             stale = sync("--version", "8", "second")
             assert stale.returncode == 1 and stale.stdout.startswith("weights v8 stale")
             assert plane.sync_weights(None, "first").wait().version == 10, "the trainer goes on above it"
     assert "all are the same" in str(replay_log(RunLog.read(log)))
-    shown = rolloutctl("log", "show", log).stdout
+    shown = typed("log", "show", log).stdout
     assert "asked by an operator for a sync to the next version from first" in shown
     assert "asked for a sync to the next version from first" in shown

@@ -1,4 +1,4 @@
-"""`rolloutctl top` in a terminal of its own, and what goes on for as long as one looks: `--watch` and `--follow`."""
+"""`rolloutctl top` in a terminal of its own, and a log that is followed."""
 
 import fcntl
 import os
@@ -23,7 +23,7 @@ from controlplane.cli.interrupt import CODE
 from schemas.config import BusConfig
 from tests.running import environment, rolloutctl, started
 from tests.unit.small_bus import PRIMARY, SECOND, Engine
-from tests.unit.test_plane import agents, checkpoint
+from tests.unit.test_plane import agents, checkpoint, pair
 
 pytestmark = pytest.mark.xdist_group("top")
 
@@ -104,12 +104,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def plane(tmp_path_factory: pytest.TempPathFactory, engine: Engine) -> Iterator[ControlPlane]:
-    folder = tmp_path_factory.mktemp("top")
-    with (
-        ControlPlane("tcp://127.0.0.1:0", log=folder / "run.db", config=QUICK) as opened,
-        agents(opened.address, folder, {PRIMARY: engine, SECOND: Engine()}),
-    ):
-        opened.wait_for_agents(2, timeout=20).wait()
+    with pair(tmp_path_factory.mktemp("top"), engine) as opened:
         yield opened
 
 
@@ -170,7 +165,7 @@ def test_a_bus_that_is_gone_is_asked_again_and_ctrl_c_leaves(tmp_path: Path) -> 
         with terminal("top", "--bus", address, "--every", "0.1") as top:
             top.wait_for("0 agents")
             plane.close()
-            top.wait_for("nobody listens")
+            top.wait_for("nothing listens")
             top.press("\x03")
             assert top.ends() == CODE
 
@@ -195,26 +190,7 @@ def test_an_observers_key_shows_and_touches_nothing(tmp_path: Path) -> None:
 def test_top_needs_a_terminal(plane: ControlPlane) -> None:
     done = rolloutctl("top", "--bus", plane.address)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "status --watch" in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-def test_watch_prints_a_line_for_each_change(plane: ControlPlane) -> None:
-    plane.resume().wait()
-    words = ("-m", "controlplane.cli", "status", "--bus", plane.address, "--watch", "0.1")
-    with started(*words, stderr=subprocess.PIPE) as watching:
-        assert watching.stdout is not None and watching.stderr is not None
-        shown = watching.stdout.readline()
-        assert re.match(r"\S+  run     run .*run\.db$", shown)
-        while not all(re.search(rf"^\S+  {name}     live    \S+  \S", shown, re.MULTILINE) for name in ("0.0", "0.1")):
-            shown += watching.stdout.readline()
-        plane.pause().wait()
-        for line in watching.stdout:
-            assert "\x1b" not in line
-            if "v0, paused" in line:
-                break
-        watching.send_signal(signal.SIGINT)
-        assert watching.wait(ANSWER_S) == CODE
-    plane.resume().wait()
+    assert "rolloutctl status" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_a_log_is_followed_while_it_is_written_until_the_bus_closes(tmp_path: Path) -> None:

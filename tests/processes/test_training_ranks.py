@@ -202,9 +202,9 @@ def test_a_stop_that_times_out_in_a_long_stage_still_leads_to_a_relocated_trace(
     assert by_agent(fleet.plane.publish(finish).wait())["actor.0"] == Acted(calls=(), still_running=True)
     rank.tell("go on")
     assert rank.heard() == "done 3"
-    moved = fleet.folder / "traces" / "actor-rank0_step_3_e2e.rank0.pt.trace.json.gz"
-    wait_until(moved.exists)
-    seen = stages(read(moved))
+    moved = [fleet.folder / "traces" / f"actor-rank0_step_3_{name}.rank0.pt.trace.json.gz" for name in ("e2e", "e2e.2")]
+    wait_until(lambda: all(trace.exists() for trace in moved))
+    seen = [stage for trace in moved for stage in stages(read(trace))]
     assert [stage for stage in seen if "actor" in stage or "log" in stage] == ["compute_log_prob", "update_actor"]
 
 

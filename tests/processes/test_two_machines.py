@@ -8,7 +8,7 @@ import pytest
 
 from tests.pages import blocks, module_of
 from tests.processes.machines import Machine, two_machines
-from tests.running import rolloutctl
+from tests.running import typed
 from tests.waiting import wait_until
 
 PAGE = "docs/keys.md"
@@ -30,10 +30,10 @@ def test_the_page_leads_to_a_fleet_on_two_machines_which_lets_nobody_in_without_
     for block in (NEW, COPY):
         done(trainer, block)
     assert not (trainer.home / "keys/issued/node-a.key").exists()
-    without_key = AGENT.replace(" --keys rolloutctl.key", "").replace(
+    without_key = AGENT.replace(" --key rolloutctl.key", "").replace(
         "0 --engine tiny", "1 --engine vllm --url http://[::1]:9"
     )
-    assert "--keys" not in without_key and "--replica 1 --engine vllm" in without_key
+    assert "--key" not in without_key and "--replica 1 --engine vllm" in without_key
     log, refused = tmp_path / "agent.log", tmp_path / "refused.log"
     with (
         log.open("w") as errors,
@@ -54,8 +54,8 @@ def test_the_page_leads_to_a_fleet_on_two_machines_which_lets_nobody_in_without_
         assert training.returncode == 0
     assert "key node-a was revoked" in log.read_text()
     told = next(line for line in refused.read_text().splitlines() if "WARNING" in line)
-    assert "no way into tcp://trainer:5555: the bus lets nobody in without a key, and none was given" in told
-    assert "agent 1.0" not in rolloutctl("log", "show", trainer.home / "run.db").stdout
+    assert "no way into tcp://trainer:5555: the bus admits no peer without a key, and none was given" in told
+    assert "agent 1.0" not in typed("log", "show", trainer.home / "run.db").stdout
 
 
 def done(machine: Machine, block: str) -> str:

@@ -12,18 +12,14 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil  # noqa: F401
 import torch  # noqa: F401
+import trio  # noqa: F401, which httpcore imports
 import zmq  # noqa: F401
 
-from schemas.carriers import writer_lock  # noqa: F401, packs a struct of the kernel, which is Linux's here
-
-EPOLL, EPOLLIN, EPOLLET = select.epoll, select.EPOLLIN, select.EPOLLET
-KQ_EV_ADD, KQ_EV_DELETE, KQ_EV_CLEAR = 1, 2, 32  # sys/event.h
+from schemas.storage import writer_lock  # noqa: F401, packs a struct of the kernel, which is Linux's here
 
 LINUX_ONLY = {
     os: ("eventfd", "pidfd_open", "pipe2", "fdatasync", "sched_", "posix_fadvise", "posix_fallocate", "memfd_create",
@@ -42,42 +38,6 @@ def remove() -> None:
             if name.startswith(beginnings):
                 delattr(module, name)
         vars(module).get("__all__", [])[:] = [name for name in getattr(module, "__all__", ()) if hasattr(module, name)]
-
-
-class Kqueue:
-    """The calls of `select.kqueue` that we make, over epoll."""
-
-    def __init__(self) -> None:
-        self._epoll = EPOLL()
-        self.fileno, self.close = self._epoll.fileno, self._epoll.close
-
-    def control(
-        self, changelist: Iterable["Kevent"] | None, max_events: int, timeout: float | None = None, /
-    ) -> list["Kevent"]:
-        for change in changelist or ():
-            if change.flags & KQ_EV_DELETE:
-                self._epoll.unregister(change.ident)
-            else:
-                assert change.flags == KQ_EV_ADD | KQ_EV_CLEAR
-                self._epoll.register(change.ident, EPOLLIN | EPOLLET)
-        if max_events == 0:
-            return []
-        return [Kevent(fd) for fd, _ in self._epoll.poll(timeout, max_events)]
-
-
-class Kevent(NamedTuple):
-    ident: int
-    filter: int = -1
-    flags: int = 1
-
-
-def add_kqueue() -> None:
-    """As on macOS. asyncio, whose own use of kqueue is not ours to test, takes `poll`."""
-    selectors.DefaultSelector = selectors.PollSelector  # type: ignore[misc, assignment]
-    vars(select).update(
-        kqueue=Kqueue, kevent=Kevent, KQ_EV_ADD=KQ_EV_ADD, KQ_EV_DELETE=KQ_EV_DELETE, KQ_EV_CLEAR=KQ_EV_CLEAR,
-        KQ_FILTER_READ=-1,
-    )  # fmt: skip
 
 
 def import_all() -> int:
@@ -128,7 +88,7 @@ def launch_a_server() -> None:
 
 if __name__ == "__main__":
     remove()
-    add_kqueue()
+    selectors.DefaultSelector = selectors.PollSelector  # type: ignore[misc, assignment]
     sys.modules["uvloop"] = None  # type: ignore[assignment]  # it was built for Linux
     sys.platform = "darwin"
     print(import_all(), "modules")  # noqa: T201

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from schemas.commands import EngineCommand, ProfileCommand, Target
-from tests.simulation.agent import Slot
+from tests.simulation import endings
+from tests.simulation.adapters import NAMES
 from tests.simulation.bus import Bus
-from tests.simulation.cluster import Weather, World
+from tests.simulation.cluster import World
+from tests.simulation.slot import Slot
+from tests.simulation.weather import Weather
 
 COMMANDS = st.one_of(
     st.builds(
@@ -47,7 +50,10 @@ class Cluster(RuleBasedStateMachine):
         self.world = World(seed)
         self.world.weather = Weather()
         for slot in self.world.slots:
+            if slot.engine is not None:
+                slot.engine.temper.loses = 0.0  # what is lost is for hypothesis to say
             self.world.at(0, slot.start)
+        self.world.at(0, self.world.adapters.ask)
         self.world.open_bus()
         self.world.run(2000)
 
@@ -82,6 +88,18 @@ class Cluster(RuleBasedStateMachine):
     def trainer_syncs(self, quorum: int | None, timeout_ms: int) -> None:
         assert self.bus is not None
         self.world.trainer.sync(self.bus, quorum, timeout_ms)
+
+    @precondition(lambda self: self.bus is not None)
+    @rule(name=st.sampled_from(NAMES))
+    def trainer_syncs_an_adapter(self, name: str) -> None:
+        assert self.bus is not None
+        self.world.adapters.sync(self.bus, name)
+
+    @precondition(lambda self: self.bus is not None)
+    @rule(name=st.sampled_from(NAMES), receivers=TARGETS)
+    def trainer_drops_an_adapter(self, name: str, receivers: Target) -> None:
+        assert self.bus is not None
+        self.world.adapters.drop(self.bus, name, receivers)
 
     @rule(weather=WEATHERS)
     def weather_turns(self, weather: Weather) -> None:
@@ -123,8 +141,8 @@ class Cluster(RuleBasedStateMachine):
             return
         self.world.run(self.world.now + 25_000)  # a trainer that was to be replaced has been
         self.world.calm()
-        self.world.all_comes_right()
-        self.world.replays()
+        endings.all_comes_right(self.world)
+        endings.replays(self.world)
 
 
 def explored(examples: int) -> settings:

@@ -27,7 +27,8 @@ from schemas.wire import (
 )
 from tests.golden.samples import SAMPLES
 from workers.link.frames import read_control, read_publication, read_replay
-from workers.machine.decide import AgentState, decide
+from workers.machine.decide import decide
+from workers.machine.state import AgentState
 
 DECODERS: tuple[Callable[[bytes], object], ...] = (decode_upward, decode_downward, decode_envelope)
 ENCODED = [encode(sample) for sample in SAMPLES]
@@ -125,7 +126,7 @@ def test_numbers_at_their_bounds_are_read_or_refused_and_what_is_read_can_be_rec
     for event in events:
         assert event_decoder.decode(encode(event)) == event, "an agent could not restart from its journal"
         identity = Identity(replica=0, node_rank=0)
-        state, _ = decide(AgentState(identity=identity, history=epoch, epoch=epoch, seq=seq - 1), event)
+        state, _ = decide(AgentState(identity=identity, snapshot_epoch=epoch, epoch=epoch, seq=seq - 1), event)
         assert state.seq == seq, "it moves the position, whatever is in it"
     assert len(events) == 2 * in_order or b"run-1" not in body
 

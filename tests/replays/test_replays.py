@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from controlplane.cli.recorded import RecordedRun
-from controlplane.cli.reducers import new_replayer, replay_log
-from controlplane.record.invariants import verify
+from controlplane.analysis.invariants import verify
+from controlplane.cli.replay_log import new_replayer, replay_log
+from controlplane.replay.recorded_run import RecordedRun
 from schemas.commands import ProfileCommand
 from schemas.events import Perform
 from schemas.outcomes import Acted, Failed, Missing, Reason, Skipped

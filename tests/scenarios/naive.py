@@ -6,13 +6,15 @@ for contrast: each scenario of the corpus breaks the invariant that it is about.
 """
 
 import random
-from typing import Any
+from typing import Any, cast
 
 from schemas.commands import Checkpoint, ProfilePlan
 from schemas.desired import ALL_TAGS, ProfileSession
 from schemas.events import Call, Fault, Flush, Load, Pause, Resume, Sleep, StartProfile, StopProfile, Wake
 from tests.scenarios.stage import FOREVER_MS, Scenario, StageEngine, Step, torn, version_of
+from tests.simulation.adapters import Shelf
 from tests.simulation.engine import Temper
+from tests.simulation.slot import Slot
 
 CALLS: dict[str, Call] = {
     "pauses": Pause("abort"),
@@ -171,7 +173,7 @@ class NaiveTrainer:
             self.broke.setdefault("I3" if again else "preconditions", f"replica {replica}: {text}")
 
         engine = StageEngine(random.Random(0), Temper(), killed, lambda: None)
-        engine.cues = {}
+        engine.cues, engine.shelf = {}, Shelf(engine, cast("Slot", None), random.Random(0))  # it is given no adapter
         engine.launch()
         engine.ready = True
         return engine

@@ -1,5 +1,7 @@
 """Our controller on the stage: the real machines in the simulated cluster, scripted to the ms, without weather."""
 
+from random import Random
+
 from msgspec.structs import replace
 
 from controlplane.machine.events import Conclude, SyncRequested
@@ -10,10 +12,13 @@ from schemas.identity import Identity
 from schemas.outcomes import Acted, Failed, Missing, Skipped
 from schemas.reports import SyncReport
 from tests.scenarios.stage import Scenario, StageEngine, Step, torn, version_of
-from tests.simulation.agent import Slot
+from tests.simulation import endings
+from tests.simulation.adapters import Shelf
 from tests.simulation.bus import Bus
-from tests.simulation.cluster import Weather, World
-from tests.simulation.engine import Temper
+from tests.simulation.cluster import World
+from tests.simulation.engine import LAUNCH_LABEL, Temper
+from tests.simulation.slot import Slot
+from tests.simulation.weather import Weather
 
 TIMEOUT_MS = 2000
 
@@ -37,12 +42,17 @@ class Stage(World):
                 slots.append(slot)
         return slots
 
+    def _draw_engines(self, rng: Random) -> None:
+        """Each engine shows all that it does, and no answer is lost, unless the scenario says so."""
+        for engine in self.engines:
+            engine.label = LAUNCH_LABEL
+
     def _stage_engine(self, slot: Slot) -> StageEngine:
         def kill(text: str) -> None:
             self.promises.broken("P5 one effect", f"{slot.name}: {text}")
 
         engine = StageEngine(self.rng, Temper(), kill, lambda: self.promises.resumed(slot))
-        engine.cues = {}
+        engine.cues, engine.shelf = {}, Shelf(engine, slot, self.rng)
         return engine
 
     def play(self) -> None:
@@ -60,7 +70,7 @@ class Stage(World):
                 f"{self.now} ms: {[engine.weights for engine in self.engines]} serve together"
             )
         self.run(self.now + 100)
-        self.replays()  # I9
+        endings.replays(self)  # I9
 
     def run(self, until_ms: int) -> None:
         """Run, and check after each action the engines that must not generate."""

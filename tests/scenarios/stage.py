@@ -37,12 +37,7 @@ EXPECT = (
     rf"|report \d+ (?:committed|aborted|stale)(?: without \d+)?|status told|all ended|\d+\.\d+ said (?:{SAID}))"
 )
 LINE = re.compile(rf"(\d+) ({TRAINER}|{ENGINE}|{NETWORK}|{EXPECT})")
-HEAD = {
-    "attacks": r"I[1-8]|I10|P7|preconditions",
-    "also": r"I\d+(?:, I\d+)*",
-    "seen": r".+",
-    "fleet": r"[1-9]x[1-9]",
-}
+HEAD = {"attacks": r"I[1-8]|I10|P7|preconditions", "also": r"I\d+(?:, I\d+)*", "seen": r".+", "fleet": r"[1-9]x[1-9]"}
 """The words of the head, and what may follow them. I9 is checked after every scenario and attacked by none."""
 
 REPLICA = re.compile(r"(?:engine|replica|without) (\d+)")
@@ -133,8 +128,8 @@ class StageEngine(Engine):
         else:
             self.cues = {**self.cues, word or "all": how}
 
-    def begin(self, call: Call, call_id: int) -> tuple[Attempt, int]:
-        attempt, _ = super().begin(call, call_id)
+    def begin(self, call: Call, call_id: int, known: bool = True) -> tuple[Attempt, int]:
+        attempt, _ = super().begin(call, call_id, known)
         word = str(call.__struct_config__.tag)
         how = self.cues.get(word) or self.cues.get("all")
         if how == "fails":

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from controlplane.record.invariants import verify
+from controlplane.analysis.invariants import verify
 from tests.scenarios.naive import NaiveTrainer
 from tests.scenarios.ours import Stage
 from tests.scenarios.stage import ScenarioError, parse, read

@@ -1,4 +1,4 @@
-"""One agent of the simulated cluster: the shell around the real machine, and what outlives it.
+"""One agent of the simulated cluster: the shell around the real machine.
 
 The shell only follows the protocol: it journals a decision before it performs it, says hello, joins
 after the first frame of its subscription, sends heartbeats, watches its lease. It can die between any two effects, and
@@ -7,18 +7,16 @@ in the middle of a write.
 
 from __future__ import annotations
 
-import random
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from schemas import events
-from schemas.carriers.framing import FileHeader, FramePlace, encode_frame, encode_start, read_start, whole_frames
-from schemas.carriers.sockets import FRAME_BYTES_MAX
 from schemas.commands import UnknownCommand
-from schemas.identity import Identity, OnLostBus
 from schemas.outcomes import Trace
+from schemas.transport.sockets import FRAME_BYTES_MAX
 from schemas.wire import (
     TOPIC_COMMAND,
     CommandOutcome,
@@ -38,15 +36,17 @@ from schemas.wire import (
     encode_header,
     event_decoder,
 )
-from tests.simulation.engine import Attempt, Engine
-from tests.simulation.promises import Ledger
+from tests.simulation import adapter_verdicts
+from tests.simulation.adapters import GRACE_MS
+from tests.simulation.engine import Attempt
 from workers.link.frames import read_control, read_publication, read_replay
 from workers.link.heartbeat import ASKED_EVERY, status_of
-from workers.machine.decide import AgentState, is_written_first, next_deadline
+from workers.machine.decide import next_deadline
+from workers.machine.state import AgentState, is_written_first
 
 if TYPE_CHECKING:
     from tests.simulation.bus import Bus
-    from tests.simulation.cluster import World
+    from tests.simulation.slot import Slot
 
 HOLD = 8
 SILENT_MS = 3_000
@@ -54,124 +54,12 @@ HEADS_MISSED_MS = 5_000
 NO_TOKENIZER = events.Observation(engine="model", tokenizer="absent")
 
 
-class Disk:
-    """The bytes of one journal. A kill in the middle of a write leaves the first part of a group."""
-
-    def __init__(self, seed: str) -> None:
-        self._rng = random.Random(seed)  # of its own, so that seeds keep their luck with the rest
-        self.erase()
-
-    def erase(self) -> None:
-        self._seed = self._rng.getrandbits(32)
-        self._data = encode_start(FileHeader(self._seed, 1, {}))
-        _, self._end = read_start("journal", self._read)
-
-    def write(self, group: list[tuple[bytes, bytes]]) -> None:
-        self._data += self._frame(group)
-        self._end = FramePlace(len(self._data), self._end.sequence + 1)
-
-    def tear(self, group: list[tuple[bytes, bytes]]) -> None:
-        """Be cut off while a group is written."""
-        frame = self._frame(group)
-        self._data += frame[: self._rng.randrange(len(frame))]
-
-    def recover(self) -> list[tuple[bytes, bytes]]:
-        """Return what was written, and cut off the rest."""
-        header, place = read_start("journal", self._read)
-        found: list[tuple[bytes, bytes]] = []
-        for frame in whole_frames("journal", self._read, place, header.seed):
-            found += _group_decoder.decode(frame.payload)
-            place = frame.following
-        self._data, self._end = self._data[: place.at], place
-        return found
-
-    def _frame(self, group: list[tuple[bytes, bytes]]) -> bytes:
-        return encode_frame(1, self._end.sequence, self._seed, encode(group))
-
-    def _read(self, at: int, count: int) -> bytes:
-        return self._data[at : at + count]
-
-
-_group_decoder = Decoder(list[tuple[bytes, bytes]])
-
-
-class Slot:
-    """One place in the fleet, with everything that outlives its agent: journal, engine, clock, network."""
-
-    def __init__(self, world: World, identity: Identity, engine: Engine | None, embedded: bool) -> None:
-        self.world = world
-        self.identity = identity
-        self.engine = engine
-        self.embedded = embedded
-        self.journal: list[tuple[bytes, bytes]] = []  # what its disk holds
-        self.disk = Disk(f"{world.seed} {identity.agent}")
-        self.clock_ms = world.rng.randrange(1_000_000)
-        self.blocked_until = {"up": 0, "down": 0, "pub": 0}
-        self.away_until = 0  # nobody starts its agent before
-        self.incarnations = 0
-        self.process: Process | None = None
-        self.ledger = Ledger()
-        self.on_lost_bus: OnLostBus = "serve"
-
-    @property
-    def name(self) -> str:
-        return self.identity.agent
-
-    def start(self, launches: bool = True) -> None:
-        """Begin an incarnation. If it `launches`, an embedded engine is launched with it."""
-        if self.process is not None:
-            return
-        if self.world.now < self.away_until:
-            self.world.at(self.away_until - self.world.now, self.start, launches)
-            return
-        self.incarnations += 1
-        if self.engine is not None and launches and (self.incarnations == 1 or self.embedded):
-            self.relaunch()
-        if not self.world.mechanisms.journal:
-            self.disk.erase()
-        self.process = Process(self)
-        self.process.begin()
-
-    def lose_journal(self) -> None:
-        """The agent dies with its disk, and its engine goes on: whoever comes next knows of nothing before it.
-
-        Not while a session is open, after a load that was cut off or a sleep that dropped the weights, or while the
-        engine holds what the trainer pushed: no engine could tell the next agent of that.
-        """
-        process, engine = self.process, self.engine
-        if process is None or engine is None or engine.attempt is not None or process.state.activity is not None:
-            return
-        pushed = engine.label is not None and engine.label.startswith("push")
-        torn = process.state.engine.torn or engine.weights.startswith("torn")  # not read yet, perhaps
-        if engine.session_step is not None or torn or pushed:
-            return
-        self.world.say(f"{self.name} loses its journal")
-        self.away_until = self.world.now + self.world.rng.randrange(2000, 5000)
-        process.die()
-        self.disk.erase()
-        self.journal.clear()
-        self.ledger = Ledger(answered=self.ledger.answered, lost_epoch=self.ledger.lost_epoch)
-
-    def relaunch(self) -> None:
-        """Kill the engine and launch it again; it answers after a while."""
-        engine = self.engine
-        if engine is not None:
-            engine.launch()
-            instance = engine.instance
-
-            def up() -> None:
-                if engine.instance == instance:
-                    engine.ready = True
-
-            self.world.at(self.world.rng.choice((0, 100, 3000)), up)
-
-
 class Process:
     """One incarnation of an agent. Everything here dies with it."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot, self.world = slot, slot.world
-        self.incarnation = f"i{slot.incarnations}"
+        self.incarnation = f"{f'd{slot.double}' if slot.double else ''}i{slot.incarnations}"
         self.alive = True
         self.state = AgentState()
         self.pending: list[tuple[bytes, bytes]] = []
@@ -188,6 +76,12 @@ class Process:
         self.next_hello_ms = self.next_join_ms = 0
         self.deadline_ms: int | None = None
         self.looked: events.Observation | None = None
+        self.held_ms = 0  # how long what it takes in now has waited for the disk
+        self.disk_until_ms = -1  # it does nothing before: its disk hangs
+        self.waiting: deque[tuple[int, Callable[..., None], tuple[Any, ...]]] = deque()  # for the disk, each since when
+        self.new_key = False
+        self.calls_alone = 0  # since it was cut off for good, and its lease has ended
+        self.commanded_ms = self.world.now  # when a command could last have reached it
 
     @property
     def clock_ms(self) -> int:
@@ -213,12 +107,14 @@ class Process:
             reconcile_timeout_ms=5000,
             on_lost_bus=self.slot.on_lost_bus,
             memory=self.slot.engine.memory if self.slot.engine is not None else "agent",
-            dump_stacks=self.world.mechanisms.dump_stacks,
+            adapter_grace_ms=GRACE_MS,
         )
         started = events.Started(
             at_ms=self.clock_ms, identity=self.slot.identity, incarnation=self.incarnation, settings=settings
         )
         self.feed(started)
+        if self.slot.engine is not None and self.state.interrupted is not None:  # perhaps its result was not written
+            self.slot.engine.doubt(self.state.interrupted.calls[0])
         for delay, act in (
             (self.world.rng.choice((0, 30, 300)), self.look),
             (self.world.rng.choice((0, 10, 100)), self.connect),
@@ -253,7 +149,8 @@ class Process:
 
     def give_up(self) -> None:
         """The bus refuses this agent for good. Now and then somebody starts it again all the same."""
-        if self.slot.name not in self.world.promises.ever_retired:
+        alone = not self.slot.double and self.world.now > self.world.doubled_until.get(self.slot.identity.unit, -1)
+        if alone and self.slot.name not in self.world.promises.ever_retired:
             self.world.promises.broken("P3 answer", f"{self.peer} is turned away though it is alone")
         self.world.say(f"{self.peer} is turned away for good")
         if self.slot.engine is not None:
@@ -279,6 +176,8 @@ class Process:
         """Decide, journal, perform. Any line below may be the last one of this incarnation."""
         if not self.alive:
             return
+        if self.waits_for_disk(self.feed, event):
+            return
         before = self.state
         self.state, effects = self.world.mechanisms.agent(before, event)
         if self.world.story is not None and (effects or self.state is not before):
@@ -290,7 +189,10 @@ class Process:
         self.world.promises.after_agent(self, before, event, effects)
         if is_written_first(before, effects) or self.world.rng.random() < 0.3:
             self.commit()
+            self._hang()
         for effect in effects:
+            if self.waits_for_disk(self.perform, effect):
+                continue
             if self.world.strikes("agent"):
                 self.die()
                 return
@@ -300,6 +202,30 @@ class Process:
             return
         self.arm()
 
+    def _hang(self) -> None:
+        """Now and then the disk takes seconds for a commit, and all else in the agent waits for it."""
+        hangs = self.world.weather.hangs
+        if self.alive and hangs and self.slot.disk.rng.random() < hangs:
+            self.world.say(f"{self.peer}: the disk hangs")
+            self.disk_until_ms = self.world.now + 3000
+            self.world.at(3000, self._go_on)
+
+    def waits_for_disk(self, act: Callable[..., None], *args: Any) -> bool:
+        """Whether an act has to wait for the disk; it is then done when the disk is back, in order."""
+        if waits := bool(self.waiting) or self.world.now < self.disk_until_ms:
+            self.waiting.append((self.world.now - self.held_ms, act, args))
+        return waits
+
+    def _go_on(self) -> None:
+        waiting, self.waiting = self.waiting, deque()
+        for since_ms, act, args in waiting:
+            if self.alive:
+                self.held_ms = self.world.now - since_ms
+                act(*args)
+        self.held_ms = 0
+        if self.alive:
+            self.arm()
+
     def arm(self) -> None:
         deadline_ms = next_deadline(self.state)
         if deadline_ms is None or deadline_ms == self.deadline_ms:
@@ -308,7 +234,7 @@ class Process:
         self.world.at(max(0, deadline_ms - self.clock_ms), self.tick, deadline_ms)
 
     def tick(self, deadline_ms: int) -> None:
-        if not self.alive or self.deadline_ms != deadline_ms:
+        if not self.alive or self.deadline_ms != deadline_ms or self.waits_for_disk(self.tick, deadline_ms):
             return
         self.deadline_ms = None
         self.feed(events.Tick(at_ms=self.clock_ms))
@@ -332,18 +258,18 @@ class Process:
                 self.world.at(0, self.slot.start, False)
             case events.RequestSnapshot():
                 self.up(Join())
-            case events.DumpStacks():
-                self.world.at(self.world.rng.choice((1, 100, 4000)), self.dumped, effect.call_id)
 
     # --- the engine ---------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
         """Observe the engine after the start, while it launches, and now and then."""
-        if not self.alive:
+        if not self.alive or self.waits_for_disk(self.look):
             return
         engine = self.slot.engine
-        seen = NO_TOKENIZER if engine is None else engine.observe()
-        idle = engine is None or engine.attempt is None
+        seen = NO_TOKENIZER if engine is None else engine.looked_at()
+        idle = engine is None or (engine.attempt is None and self.state.activity is None)
+        if engine is not None and idle:
+            engine.shown(seen, self.slot.double)
         if idle and (seen != self.looked or self.looked is None):
             self.looked = seen
             self.feed(events.EngineObserved(at_ms=self.clock_ms, observation=seen))
@@ -363,18 +289,23 @@ class Process:
             self.world.promises.broken("P5 one effect", f"{self.peer} has no engine and calls it")
             return
         self.world.promises.performing(self, perform)
-        attempt, duration_ms = engine.begin(perform.call, perform.call_id)
+        known = self.state.engine.instance == f"launch {engine.instance}"
+        self.world.called(self.slot)
+        engine.caller = self
+        attempt, duration_ms = engine.begin(perform.call, perform.call_id, known)
         self.world.at(duration_ms, self.returned, attempt)
-
-    def dumped(self, call_id: int) -> None:
-        self.feed(events.StacksDumped(at_ms=self.clock_ms, call_id=call_id, note="The stacks are in a file."))
+        if self.world.weather.hits("agent", f"in {attempt.word}") and self.world.rng.random() < 0.4:
+            self.world.at(self.world.rng.randrange(duration_ms), self.die)
 
     def read(self, perform: events.Perform, delay_ms: int) -> None:
         """Observe the engine, for as long as the machine waits for a label; as `workers.driver` does."""
         activity, engine, call = self.state.activity, self.slot.engine, perform.call
         if not self.alive or engine is None or activity is None or activity.call_id != perform.call_id:
             return
+        if self.waits_for_disk(self.read, perform, delay_ms):
+            return
         seen = engine.observe()
+        engine.shown(seen, self.slot.double)
         if isinstance(call, events.AwaitPush) and not self.world.mechanisms.label_proves:
             seen = replace(seen, label=call.source.label)
         if not isinstance(call, events.AwaitPush) or seen.label == call.source.label:
@@ -399,12 +330,18 @@ class Process:
 
     def returned(self, attempt: Attempt) -> None:
         engine = self.slot.engine
-        if not self.alive or engine is None:
+        if not self.alive or engine is None or self.waits_for_disk(self.returned, attempt):
             return
         result = engine.end(attempt)
-        seen = engine.observe()
-        self.looked = seen
+        gives_way = self.state.queue and (self.state.activity is None or self.state.activity.trigger is None)
+        seen = self.looked = None if gives_way else engine.observe()
+        self.world.called(self.slot)
+        if seen is not None:
+            engine.shown(seen, self.slot.double)
         self.feed(events.EngineReturned(at_ms=self.clock_ms, call_id=attempt.call_id, result=result, observation=seen))
+        failed = isinstance(result, events.Fault) and self.world.weather.aim == "failing loads"
+        if failed and self.world.rng.random() < 0.3:
+            self.world.at(self.world.rng.choice((0, 50)), self.die)
 
     # --- the network --------------------------------------------------------------------------------------------------
 
@@ -439,6 +376,15 @@ class Process:
             self.bus = self.sub = None
             self.hears = False
             self.world.at(self.world.rng.choice((5, 200, 1500)), self.connect)
+
+    def _use_new_key(self) -> None:
+        """Dial anew with the key that its file has now; not in a sync, in which an agent that joins takes no part."""
+        if not self.new_key or (self.world.mechanisms.keys_wait and self.state.in_a_sync):
+            return
+        self.new_key, self.welcomed = False, False
+        self.world.say(f"{self.peer} dials with its new key")
+        self.world.promises.dials(self)
+        self.cut()
 
     def fall_silent(self, connections: tuple[str, ...]) -> None:
         """Half-open connections: from now on they carry nothing, and neither side is told."""
@@ -476,8 +422,12 @@ class Process:
         if (wire == self.wire or wire in self.still_read) and bus.alive and not self.world.blocked(self.slot, "up"):
             bus.receive(peer, message, seq, origin)
 
-    def hello(self) -> None:
+    def hello(self, again: bool = True) -> None:
+        if not self.alive:
+            return
         self.welcomed = False
+        if again and self.world.rng.random() < self.world.weather.hasty:
+            self.world.at(self.world.rng.choice((1, 20, 200)), self.hello, False)
         self.next_hello_ms = self.world.now + self.world.rng.randrange(500, 1500)
         place, journal, attempt = self.slot.identity, self.slot.name, self.hellos
         self.hellos += 1
@@ -492,7 +442,10 @@ class Process:
         if not self.alive:
             return
         self.world.at(self.world.settings.heartbeat_ms, self.beat)
+        if self.world.now < self.disk_until_ms:
+            return
         self.watch_connections()
+        self._use_new_key()
         self.commit()
         now = self.world.now
         if not self.welcomed:
@@ -501,22 +454,27 @@ class Process:
         elif self.snapshot_due and self.hears and now >= self.next_join_ms:
             self.join()
         else:
-            self.up(status_of(self.state), seq=self.state.seq)
+            self.up(adapter_verdicts.beat(self, status_of(self.state)), seq=self.state.seq)
         if now - self.heard_ms > self.world.settings.lease_ms and not self.lease_over:
             self.lease_over = True
             self.world.say(f"{self.peer}: the lease has expired")
             self.feed(events.LeaseExpired(at_ms=self.clock_ms))
+        if self.alive:
+            self.world.promises.leased(self)
 
     def hear(self) -> None:
+        """Renew the lease of an agent that has joined; until then the bus commands nothing here, however it answers."""
+        if self.world.mechanisms.lease_of_members and (not self.welcomed or self.snapshot_due):
+            return
         self.heard_ms = self.world.now
         self.lease_over = False
 
     def on_published(self, epoch: int, origin: int, seq: int, envelope: Envelope | None) -> None:
         """A frame of the subscription; without an envelope it is a head."""
-        if not self.alive:
+        if not self.alive or self.waits_for_disk(self.on_published, epoch, origin, seq, envelope):
             return
         self.hear()
-        self.published_ms = self.world.now
+        self.published_ms = self.commanded_ms = self.world.now
         if not self.hears:
             self.hears = True
             if self.welcomed and self.snapshot_due:
@@ -541,9 +499,8 @@ class Process:
             self.feed(event)
 
     def on_control(self, epoch: int, seq: int, message: Downward) -> None:
-        if not self.alive:
+        if not self.alive or self.waits_for_disk(self.on_control, epoch, seq, message):
             return
-        self.hear()
         self.answered_ms = self.world.now
         match message:
             case Welcome():
@@ -559,6 +516,7 @@ class Process:
                     head, page = read_control(frames)
                     assert isinstance(page, Page)
                     for event in read_replay(head, page, message.records[0].envelope.run, self.clock_ms):
+                        self.world.promises.replayed(self, event)
                         self.take(event)
             case Rejoin(give_up=True):
                 self.give_up()
@@ -567,3 +525,4 @@ class Process:
                     self.hello()
             case _:
                 pass
+        self.hear()

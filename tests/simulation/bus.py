@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from controlplane.machine import events
 from controlplane.machine.coordinator import CoordinatorState, next_deadline
-from controlplane.machine.fleet import UNKNOWN_PEER
-from schemas.reports import AgentStatus
+from controlplane.machine.coordinator_state import UNKNOWN_PEER
+from schemas.agent_status import AgentStatus
 from schemas.wire import (
     CommandOutcome,
     Downward,
@@ -28,6 +28,7 @@ from schemas.wire import (
     ResendRequest,
     TimeReply,
     Upward,
+    decode_command,
     encode,
 )
 
@@ -75,6 +76,7 @@ class Bus:
         self.tickets = 0
         self.committing: list[Decision] | None = None  # a turn that is being written
         self.queue: deque[events.CoordinatorEvent] = deque()
+        self.slowest_ms = max(COMMIT_MS)  # the longest commit
         self.opened_at = 0  # records of the log when this life had opened
 
     @property
@@ -155,7 +157,10 @@ class Bus:
     def _begin_commit(self, turn: list[Decision]) -> None:
         """Durability `disk`: the disk takes its time, and the turn waits for it."""
         self.committing = turn
-        self.world.at(self.world.rng.choice(COMMIT_MS), self._committed)
+        hangs = self.world.rng.random() < self.world.weather.hangs
+        commit_ms = 3000 if hangs else self.world.rng.choice(COMMIT_MS)
+        self.slowest_ms = max(self.slowest_ms, commit_ms)
+        self.world.at(commit_ms, self._committed)
         if not self.world.mechanisms.commit_first:
             self._perform_all(turn)
 
@@ -213,6 +218,7 @@ class Bus:
                 self.world.say(f"bus {self.life} publishes {effect.seq}: {bytes(effect.envelope.body)!r}")
                 self.publish(effect.epoch, effect.epoch, effect.seq, effect.envelope)
                 self.world.trainer.on_published(self, effect)
+                self.world.on_published(self, decode_command(effect.envelope.body))
             case events.Send():
                 self.send(effect.peer, effect.epoch, effect.seq, effect.message)
             case events.Ping():

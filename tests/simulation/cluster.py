@@ -14,24 +14,29 @@ import heapq
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec.structs import replace as msgspec_replace
 
 from controlplane.machine import coordinator
 from controlplane.machine.coordinator import CoordinatorState
 from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent, CoordinatorSettings
+from schemas.agent_status import AgentStatus
+from schemas.commands import Command, UnknownCommand, WeightSync
 from schemas.events import Effect, Event
 from schemas.identity import ROLLOUT, Identity, Operation, RolloutMode
-from schemas.wire import encode, event_decoder
-from tests.simulation.agent import Process, Slot
+from tests.simulation import endings, serving
+from tests.simulation.adapters import AdapterTrainer, Files, Shelf
+from tests.simulation.agent import Process
 from tests.simulation.bus import Bus, Log
-from tests.simulation.bus import event_decoder as bus_event_decoder
-from tests.simulation.engine import LAUNCH_LABEL, Engine, Temper, weights_of
-from tests.simulation.promises import Broken, Promises
+from tests.simulation.engine import LAUNCH_LABEL, Engine, Temper
+from tests.simulation.promises import Broken, Ledger, Promises
+from tests.simulation.slot import Slot
 from tests.simulation.trainer import Trainer
+from tests.simulation.weather import ENGINES, LOSES, Weather
 from workers.machine import decide as machine
-from workers.machine.decide import AgentState
-from workers.machine.suppressed import still_desired
+from workers.machine.state import AgentState
 
 SETTINGS = CoordinatorSettings(
     heartbeat_ms=1000, agent_timeout_ms=4000, lease_ms=12_000, history=12, retransmit_ms=500, after_send_ms=1000
@@ -39,17 +44,16 @@ SETTINGS = CoordinatorSettings(
 
 LACKING = ({Operation.PROFILE}, {Operation.SLEEP, Operation.WAKE}, {Operation.LOAD}, {Operation.PAUSE})
 
+DOUBLE_FORGOTTEN_MS = 12_000
+"""How long a second process of a place may count as alive after its end, at most."""
+
 AgentDecide = Callable[[AgentState, Event], tuple[AgentState, tuple[Effect, ...]]]
 BusDecide = Callable[[CoordinatorState, CoordinatorEvent], tuple[CoordinatorState, tuple[CoordinatorEffect, ...]]]
 
 
 @dataclass(frozen=True)
 class Mechanisms:
-    """The mechanisms of a world. The default is the product; an ablation takes one away.
-
-    Attributes:
-        dump_stacks: The agents ask for the stacks of late engines, as the product does by option.
-    """
+    """The mechanisms of a world. The default is the product; an ablation takes one away."""
 
     agent: AgentDecide = machine.decide
     bus: BusDecide = coordinator.decide
@@ -61,44 +65,10 @@ class Mechanisms:
     redial_subscription: bool = True
     bounds: bool = True
     label_proves: bool = True
+    keys_wait: bool = True
+    lease_of_members: bool = True
     drops_unreadable: bool = False
-    dump_stacks: bool = False
-
-
-@dataclass
-class Weather:
-    """How rough a run is. Chances are per message, per effect or per second; all are 0 once it is calm."""
-
-    drops: float = 0.0
-    repeats: float = 0.0
-    late_ms: int = 5
-    agent_dies: float = 0.0
-    trainer_dies: float = 0.0
-    cuts: float = 0.0
-    partitions: float = 0.0
-    half_open: float = 0.0
-    engine_dies: float = 0.0
-    exiles: float = 0.0
-    tails: float = 0.0
-    absences: float = 0.0
-    journals: float = 0.0
-    retires: float = 0.0
-    releases: float = 0.0
-    pushes: float = 0.0  # share of syncs whose weights the trainer pushes
-
-    @classmethod
-    def draw(cls, rng: random.Random) -> Weather:
-        return cls(
-            drops=rng.choice((0.0, 0.1, 0.4)),
-            repeats=rng.choice((0.0, 0.2)),
-            late_ms=rng.choice((5, 50, 1500)),
-            agent_dies=rng.choice((0.0, 0.0, 0.005, 0.03)),
-            trainer_dies=rng.choice((0.0, 0.0, 0.003, 0.02)),
-            cuts=rng.choice((0.0, 0.0, 0.1)),
-            partitions=rng.choice((0.0, 0.0, 0.05)),
-            half_open=rng.choice((0.0, 0.0, 0.05)),
-            engine_dies=rng.choice((0.0, 0.0, 0.0, 0.02)),
-        )
+    adapters: bool = True
 
 
 class World:
@@ -114,37 +84,26 @@ class World:
         self.story = story
         self.settings = SETTINGS
         self.promises = Promises(self)
-        self.weather = Weather.draw(self.rng)
-        newer = random.Random(~seed)  # of its own, so that seeds keep their luck with the rest
-        self.weather.exiles = newer.choice((0.0, 0.0, 0.0, 0.02))
-        self.weather.tails = newer.choice((0.0, 0.0, 0.1))
-        self.weather.absences = random.Random(f"absences {seed}").choice((0.0, 0.0, 0.1))
-        self.weather.retires = random.Random(f"retires {seed}").choice((0.0, 0.0, 0.15))
-        self.weather.journals = random.Random(f"journals {seed}").choice((0.0, 0.0, 1.0))
-        self.disk = newer.choice((False, False, True))  # durability of the log
+        self.weather = Weather.draw(random.Random(f"weather {seed}"))
+        self.operators = random.Random(f"operators {seed}")
+        self.others = random.Random(f"others {seed}")
+        self.disk = random.Random(f"disk {seed}").random() < 0.3  # durability of the log
         self.log = Log()
+        self.files = Files(seed)
+        self.doubled: set[str] = set()  # places that another process has claimed, with an engine of its own
+        self.forgotten: set[str] = set()  # agents that lost their journal while a session was open
+        self.sent: dict[int, tuple[AgentStatus, int]] = {}  # each status, with when its agent had last seen its engine
         self.lives = 0
         self.buses: list[Bus] = []
         self.bus: Bus | None = None
         self.abandoned: set[str] = set()  # half-open connections that their agents gave up and their bus did not
         self.slots = self._fleet()
-        lost_bus = random.Random(f"lost bus {seed}")
-        for slot in self.slots:
-            slot.on_lost_bus = lost_bus.choice(("serve", "serve", "pause"))
-        memory = random.Random(f"memory {seed}")
-        self.weather.releases = memory.choice((0.0, 0.0, 0.0, 0.3))
-        for slot in self.slots:
-            if slot.engine is None or slot.identity.role != ROLLOUT:
-                continue
-            if self.weather.releases and memory.random() < 0.6:
-                slot.engine.memory = "trainer"
-        pushing = random.Random(f"pushes {seed}")
-        self.weather.pushes = pushing.choice((0.0, 0.0, 0.5))
-        for slot in self.slots:
-            if slot.engine is not None and pushing.random() < 0.9:
-                slot.engine.label = LAUNCH_LABEL
+        self._draw_engines(random.Random(f"engines {seed}"))
         self.by_name = {slot.name: slot for slot in self.slots}
+        self.doubles = 0
+        self.doubled_until: dict[int | str, int] = {}  # by unit: how long the bus may take a second process for alive
         self.trainer = Trainer(self)
+        self.adapters = AdapterTrainer(self)
 
     def _fleet(self) -> list[Slot]:
         rng = self.rng
@@ -166,6 +125,33 @@ class World:
             slots.append(slot)
         return slots
 
+    def _draw_engines(self, rng: random.Random) -> None:
+        """Draw what kind of engines they are, and how the agents are started."""
+        kind, loses = rng.choice(ENGINES), rng.choice(LOSES)
+        traffic, recomputes, launched_from = rng.random() < 0.6, rng.random() < 0.6, rng.choice((None, "launched"))
+        for slot in self.slots:
+            slot.on_lost_bus = rng.choice(("serve", "serve", "pause"))
+            engine = slot.engine
+            if engine is None:
+                continue
+            engine.label = LAUNCH_LABEL if rng.random() < 0.9 else None
+            if slot.identity.role != ROLLOUT:
+                continue
+            engine.kind, engine.losing, engine.temper.loses = kind, random.Random(f"{slot.name} {self.seed}"), loses
+            engine.temper.blind = self.weather.blind
+            engine.traffic, engine.recomputes = traffic, recomputes
+            engine.launched_from = launched_from if kind != "verl" else None
+            found = random.Random(f"found {slot.name} {self.seed}")
+            engine.used = found.randrange(1, 4) if found.random() < 0.1 else 0
+            engine.closing = random.Random(f"closing {slot.name} {self.seed}")
+            engine.temper.failing = {"failing loads": "load", "failing pauses": "pause"}.get(self.weather.aim, "")
+            if "trainer dies" in self.weather.aim and rng.random() < 0.5:
+                engine.temper.hangs = 0.2
+            if self.weather.aim == "failing loads" and rng.random() < 0.4:  # those that fail have time to start again
+                engine.temper.failing, engine.temper.slow_ms = "", 1500
+            if self.weather.releases and rng.random() < 0.6:
+                engine.memory = "trainer"
+
     def _engine(self, slot: Slot) -> Engine:
         rng = self.rng
         temper = Temper(
@@ -176,10 +162,20 @@ class World:
 
         def kill(text: str) -> None:
             process = slot.process
-            if process is None or not self.promises.misled(process):
+            if len(self._commanders(slot)) > 1:
+                self.say(f"two agents command the engine of {slot.name}: {text}")
+                self.at(0, slot.relaunch)
+            elif process is None or not serving.misled(process):
                 self.promises.broken("P5 one effect", f"{slot.name}: {text}")
+            else:  # its agent could not know, and it ended for that
+                self.at(0, slot.relaunch)
 
-        return Engine(self.rng, temper, kill, lambda: self.promises.resumed(slot))
+        engine = Engine(self.rng, temper, kill, lambda: self.promises.resumed(slot), lambda: self.now)
+        engine.shelf = Shelf.draw(slot, engine, random.Random(f"shelf {slot.name} {slot.double} {self.seed}"))
+        if engine.shelf.luck.random() < 0.1:
+            temper.lacks |= {Operation.ADAPTERS}
+            engine.operations -= {Operation.ADAPTERS}
+        return engine
 
     # --- the clock ----------------------------------------------------------------------------------------------------
 
@@ -201,10 +197,17 @@ class World:
     # --- luck ---------------------------------------------------------------------------------------------------------
 
     def slot(self, name: str) -> Slot:
+        """The slot that has a place."""
         return self.by_name[name]
 
+    def hold(self, peer: str) -> None:
+        """Note that the bus gave a place to this peer."""
+        for slot in self.slots:
+            if slot.process is not None and slot.process.peer == peer:
+                self.by_name[slot.name] = slot
+
     def blocked(self, slot: Slot, way: str) -> bool:
-        return self.now < slot.blocked_until[way]
+        return slot.cut_off or self.now < slot.blocked_until[way]
 
     def strikes(self, whom: str) -> bool:
         """Whether the process dies now. Asked between any two effects."""
@@ -234,19 +237,22 @@ class World:
         """Once a second: what breaks by itself."""
         rng, weather = self.rng, self.weather
         self.at(1000, self.misfortune)
-        for slot in self.slots:
+        for slot in list(self.slots):
             self._break_connections(slot)
-            if weather.exiles and rng.random() < weather.exiles:
-                self._exile(slot)
-            if weather.absences and rng.random() < weather.absences and slot.process is not None:
-                self._go_away(slot)
-            if weather.engine_dies and rng.random() < weather.engine_dies:
-                self.say(f"the engine of {slot.name} is relaunched")
-                slot.relaunch()
-            if weather.agent_dies and rng.random() < weather.agent_dies and slot.process is not None:
-                rng.choice((slot.process.die, slot.process.die, slot.process.leave))()
-            if weather.journals and slot.process is not None:
-                self._lose_journal(slot)
+            for chance, luck, strikes in (
+                (weather.exiles, rng, self._exile),
+                (weather.absences, rng, self._go_away),
+                (weather.engine_dies, rng, self._relaunch),
+                (weather.agent_dies, rng, self._kill),
+                (weather.journals, rng, self._lose_journal),
+                (weather.rotations, self.operators, self._rotate),
+                (weather.doubles, self.operators, self._double),
+                (weather.reshapes, self.operators, self._reshape),
+                (weather.deaf, self.others, self._deafen),
+                (weather.successors, self.others, self._succeed),
+            ):
+                if chance and luck.random() < chance:
+                    strikes(slot)
         if weather.tails and rng.random() < weather.tails:
             self._power_fails()
         if weather.releases and rng.random() < weather.releases:
@@ -255,6 +261,35 @@ class World:
             self._retire(rng.choice(self.slots))
         if weather.trainer_dies and rng.random() < weather.trainer_dies:
             self.replace_trainer()
+
+    def on_published(self, bus: Bus, command: Command | UnknownCommand) -> None:
+        """Let misfortune strike at a phase of a sync, if that is its aim."""
+        if not isinstance(command, WeightSync) or self.bus is not bus:
+            return
+        if self.weather.hits("trainer", f"at {command.phase}") and self.rng.random() < 0.5:
+            self.at(self.rng.choice((0, 2, 30, 300)), self._trainer_dies, bus)
+        if self.weather.hits("agent", f"at {command.phase}") and self.rng.random() < 0.7:
+            process = self.rng.choice(self.slots).process
+            if process is not None:
+                self.at(self.rng.choice((1, 30, 200)), process.die)
+        if self.weather.hits("engine", f"at {command.phase}") and self.rng.random() < 0.7:
+            self.at(self.rng.choice((1, 30, 200)), self.rng.choice(self.slots).relaunch)
+
+    def _trainer_dies(self, bus: Bus | None = None) -> None:
+        if self.trainer.busy and bus in (None, self.bus):
+            self.replace_trainer()
+
+    def _relaunch(self, slot: Slot) -> None:
+        self.say(f"the engine of {slot.name} is relaunched")
+        slot.relaunch()
+
+    def _kill(self, slot: Slot) -> None:
+        if slot.process is not None:
+            self.rng.choice((slot.process.die, slot.process.die, slot.process.leave))()
+
+    def _rotate(self, slot: Slot) -> None:
+        if slot.process is not None:
+            slot.process.new_key = True
 
     def _break_connections(self, slot: Slot) -> None:
         rng, weather = self.rng, self.weather
@@ -266,11 +301,20 @@ class World:
         if weather.half_open and rng.random() < weather.half_open and slot.process is not None:
             slot.process.fall_silent(rng.choice((("control",), ("pub",), ("control", "pub"))))
 
+    def _deafen(self, slot: Slot) -> None:
+        """Let an agent reach one of two ports for longer than its lease, most often from before it joins."""
+        self.say(f"{slot.name} can't reach the publish port")
+        slot.blocked_until["pub"] = self.now + self.settings.lease_ms + self.others.randrange(8000, 20_000)
+        if slot.process is not None and self.others.random() < 0.8:
+            slot.process.cut()
+
     def _power_fails(self) -> None:
         """Under durability `os` the last records are gone then, but never those that opened the life of the bus. Under
         `disk` nothing is gone that was committed.
         """
         bus, records = self.bus, self.log.records
+        if self.weather.aim == "lost tails":
+            self.at(self.rng.choice((1500, 4000, 8000)), self._trainer_dies)
         if bus is None or not bus.alive or self.log.owner != bus.life:
             return
         self.bus = None
@@ -288,16 +332,21 @@ class World:
         self.say(f"{slot.name} is out of reach")
         for way in slot.blocked_until:
             slot.blocked_until[way] = self.now + self.settings.lease_ms + self.rng.randrange(2000, 10_000)
-        for delay_ms in (1000, self.settings.agent_timeout_ms + 1000, self.settings.lease_ms + 1000):
+        for delay_ms in (
+            ()
+            if self.weather.aim == "quiet"
+            else (1000, self.settings.agent_timeout_ms + 1000, self.settings.lease_ms + 1000)
+        ):
             self.at(delay_ms, self._sync_meanwhile)
 
     def _go_away(self, slot: Slot) -> None:
         """Let an agent leave in good order, and return to the fleet of the next trainer, in the middle of its syncs."""
+        if slot.process is None:
+            return
         self.say(f"{slot.name} goes away")
-        if slot.process is not None:
-            slot.process.leave()
+        slot.process.leave()
         slot.away_until = self.now + self.rng.randrange(4000, 12_000)
-        self.at(1500, self.replace_trainer)
+        self.at(1500, self._trainer_dies)
         for delay_ms in range(2500, 14_000, 1500):
             self.at(delay_ms, self._sync_meanwhile)
 
@@ -313,13 +362,96 @@ class World:
         if self.bus is not None and self.bus.alive and self.trainer.busy:
             self.trainer.retire(self.bus, place)
 
+    def _double(self, slot: Slot) -> None:
+        """Start another process for a place, with an engine of its own; it may claim another shape."""
+        self.doubles += 1
+        identity = self._other_shape(slot.identity) if self.operators.random() < 0.3 else slot.identity
+        double = Slot(self, identity, None, embedded=True, double=self.doubles)
+        self.say(f"another process claims to be {double.name}, {identity.shape}")
+        self.doubled.add(double.name)
+        if slot.engine is not None:
+            double.engine = self._engine(double)
+            double.engine.label, double.engine.operations = LAUNCH_LABEL, slot.engine.operations
+            double.engine.temper = replace(slot.engine.temper)
+            double.engine.losing = random.Random(f"double {self.doubles} {self.seed}")
+        double.ledger = Ledger(answered=slot.ledger.answered, lost_epoch=slot.ledger.lost_epoch)
+        self.slots.append(double)
+        double.start()
+        lives_ms = self.operators.randrange(2000, 20_000)
+        until_ms = self.now + lives_ms + DOUBLE_FORGOTTEN_MS
+        self.doubled_until[identity.unit] = max(until_ms, self.doubled_until.get(identity.unit, 0))
+        self.at(lives_ms, self._end_double, double)
+
+    def _commanders(self, slot: Slot) -> list[Slot]:
+        """The places whose agents command the engine of this one."""
+        return [other for other in self.slots if other.engine is slot.engine and other.engine is not None]
+
+    def called(self, slot: Slot) -> None:
+        """Note that an agent calls its engine, which others may command as well."""
+        for other in self._commanders(slot):
+            if other is not slot and slot.engine is not None:
+                slot.engine.unseen_by.add(other.double)
+
+    def _succeed(self, slot: Slot) -> None:
+        """Cut an agent off for good, which lives on for a while; another one takes over its place and its engine."""
+        engine, process = slot.engine, slot.process
+        if slot.double or process is None or engine is None or len(self._commanders(slot)) > 1:
+            return
+        old = slot.be_succeeded(self.doubles + 1)
+        if old is None:
+            return
+        self.doubles += 1
+        self.say(f"{process.peer} is cut off for good, and another agent takes over")
+        self.slots.append(old)
+        lives_ms = self.settings.lease_ms + self.others.randrange(2000, 30_000)
+        for delay_ms in range(5000, lives_ms, 3000):  # so that it remembers weights that are not the newest
+            self.at(delay_ms, self._sync_meanwhile)
+        until_ms = self.now + lives_ms + DOUBLE_FORGOTTEN_MS
+        self.doubled_until[slot.identity.unit] = max(until_ms, self.doubled_until.get(slot.identity.unit, 0))
+        self.at(self.others.randrange(500, 4000), slot.start, False)
+        self.at(lives_ms, self._end_double, old)
+
+    def _end_double(self, double: Slot) -> None:
+        if double.process is not None:
+            if double.cut_off and double.engine is not None and double.process.state.activity is not None:
+                double.engine.cut()
+            double.process.stop()
+        if double in self.slots:
+            self.slots.remove(double)
+            if double.cut_off and double.engine is not None and double.engine.hides_release:
+                double.relaunch()  # nothing else shows that its last pause was not the trainer's
+
+    def _other_shape(self, identity: Identity) -> Identity:
+        if identity.role != ROLLOUT:
+            return identity
+        if self.operators.random() < 0.5:
+            return msgspec_replace(identity, gpus_per_node=identity.gpus_per_node + 1)
+        mode = RolloutMode.HYBRID if identity.mode is RolloutMode.COLOCATED else RolloutMode.COLOCATED
+        return msgspec_replace(identity, mode=mode)
+
+    def _reshape(self, slot: Slot) -> None:
+        """Start all nodes of a replica again, with their engine, as one of another shape."""
+        if slot.identity.node_rank or slot.double:
+            return
+        other = self._other_shape(slot.identity)
+        self.say(f"replica {slot.identity.unit} is deployed again as {other.shape}")
+        for node in self.slots:
+            if node.identity.unit == slot.identity.unit and not node.double:
+                if node.process is not None:
+                    node.process.die()
+                node.identity = msgspec_replace(other, node_rank=node.identity.node_rank)
+                node.relaunch()
+
     def _lose_journal(self, slot: Slot) -> None:
         """Let an agent lose its disk, most often while its engine holds what is not committed. The trainer then fails
         to send the weights to the others, and tries that version again with other weights.
         """
         engine, process, bus = slot.engine, slot.process, self.bus
-        assert process is not None
+        if process is None:
+            return
         committed = engine is None or engine.version <= process.state.desired.version
+        if engine is not None and self.weather.forgets and (engine.session_step is not None or engine.is_torn):
+            committed = self.others.random() < 0.8
         if self.rng.random() >= self.weather.journals / (50 if committed else 1):
             return
         slot.lose_journal()
@@ -357,6 +489,9 @@ class World:
         self.lives += 1
         self.bus = Bus(self, self.lives)
         self.buses.append(self.bus)
+        for slot in self.slots if self.weather.one_port else ():
+            if slot.process is not None and slot.process.state.joined and self.rng.random() < 0.5:
+                slot.process.sub = self.bus  # ZeroMQ connects again by itself
         self.bus.begin()
 
     # --- the course of a run ------------------------------------------------------------------------------------------
@@ -367,14 +502,19 @@ class World:
             self.at(self.rng.choice((0, 200, 5000)), slot.start)
         self.at(self.rng.choice((0, 1000)), self.open_bus)
         self.at(self.rng.randrange(500, 3000), self.trainer.work)
+        if self.mechanisms.adapters:
+            self.adapters.begin()
         self.at(1000, self.misfortune)
         self.run(self.rng.randrange(15_000, 40_000))
         self.calm()
-        if self.rng.random() < 0.2:
-            self.trainer_is_gone()
+        end = self.rng.random()
+        if end < 0.2:
+            endings.trainer_is_gone(self)
+        elif end < 0.4:
+            endings.restarts_heal(self)
         else:
-            self.all_comes_right()
-        self.replays()
+            endings.all_comes_right(self)
+        endings.replays(self)
 
     def calm(self) -> None:
         """End all faults. What is under way may still take its time."""
@@ -382,107 +522,15 @@ class World:
         self.weather = Weather()
         self.trainer.busy = False
         self.trainer.take_back()
+        for double in [slot for slot in self.slots if slot.double]:
+            self._end_double(double)
         for slot in self.slots:
             slot.blocked_until = dict.fromkeys(slot.blocked_until, 0)
             if slot.engine is not None:
-                slot.engine.temper.fails = slot.engine.temper.hangs = 0.0
-
-    def trainer_is_gone(self) -> None:
-        """P7 and I7: after the lease, every replica runs on the committed weights, and no session is open."""
-        self.run(self.now + 25_000)  # everyone who can has joined
-        joined = [slot.process for slot in self.slots if slot.process is not None and slot.process.state.joined]
-        if self.bus is not None:
-            self.bus.die()
-        for bus in self.buses:
-            bus.die()
-        self.say("the trainer is gone for good")
-        self.run(self.now + self.settings.lease_ms + 20_000)
-        for process in joined:
-            engine, desired = process.slot.engine, still_desired(process.state.desired, process.state.suppressed)
-            if engine is None or not engine.ready or self.promises.misled(process):
-                continue
-            lost = self.promises.stranded(engine, desired)
-            lost = lost or (desired.committed is not None and engine.unable)
-            kept = desired.asleep or desired.quarantined or process.state.reconcile_blocked or lost
-            if process.slot.on_lost_bus == "pause":
-                self.promises.paused(process)
-            elif not engine.generating and not kept:
-                self.promises.broken("P7 trainer first", f"{process.peer} stays paused without a trainer")
-            if engine.session_step is not None and not process.state.reconcile_blocked:
-                self.promises.broken("I7 windows close", f"{process.peer} profiles without a trainer")
-
-    def all_comes_right(self) -> None:
-        """Convergence: the fleet is as desired, and one more sync brings everybody back, whatever happened before."""
-        self.run(self.now + 2000)
-        self._converge("calm")
-        self.trainer.restore()
-        self.run(self.now + 1000)
-        self._converge("the last sync")
-        for slot in self.slots:
-            engine, process = slot.engine, slot.process
-            if engine is None or process is None or engine.unable or slot.name in self.promises.retired:
-                continue
-            colocated = slot.identity.mode is RolloutMode.COLOCATED
-            committed = process.state.desired.committed
-            current = committed is not None and engine.weights == weights_of(committed.source)
-            if not engine.generating or not (current or colocated):
-                text = f"after the last sync {slot.name} holds {engine.weights}, generating: {engine.generating}"
-                self.promises.broken("convergence", text)
-
-    def _converge(self, when: str) -> None:
-        """Wait until the fleet has converged."""
-        for _ in range(40):
-            missing = self._missing()
-            if missing is None:
-                return
-            self.run(self.now + 1500)
-        self.promises.broken("convergence", f"after {when}: {missing}")
-
-    def _missing(self) -> str | None:
-        """Return what has not converged yet, or None."""
-        bus = self.bus
-        if bus is None or not bus.alive:
-            return "there is no bus"
-        if bus.state.open or bus.state.sync is not None:
-            return f"open commands {[command.record.seq for command in bus.state.open]}"
-        concluded = {seq for _, seq in self.promises.concluded}
-        silent = [seq for seq in self.promises.log if seq not in concluded]
-        if silent:
-            return f"P3 answer: never concluded: {silent}"
-        for slot in self.slots:
-            process = slot.process
-            member = bus.state.members.get(slot.name)
-            if slot.name in self.promises.retired:
-                continue
-            if process is None or member is None or member.state != "live":
-                return f"{slot.name} is not in the fleet"
-            state = process.state
-            if state.seq != bus.state.seq or not state.joined or state.diverged:
-                return f"{process.peer} is at {state.seq}, the bus at {bus.state.seq}"
-            if self.mechanisms.beacon and self.now - process.published_ms > 3000:
-                return f"{process.peer} hears no heads"
-            stuck = state.reconcile_blocked or (slot.engine is not None and slot.engine.unable)
-            stuck = stuck or (slot.engine is not None and self.promises.stranded(slot.engine, state.desired))
-            stuck = stuck or self.promises.waits_for_push(state)
-            if state.activity is not None or not (machine.in_sync(state) or stuck):
-                return f"{process.peer} is not as desired"
-        return None
-
-    def replays(self) -> None:
-        """P9: what was told is in the log, and folding what was recorded gives the same effects, byte for byte."""
-        if self.disk:
-            self.promises.kept(self.log.records)
-        bus_state = CoordinatorState()
-        for event, effects in self.log.records:
-            bus_state, again = self.mechanisms.bus(bus_state, bus_event_decoder.decode(event))
-            if encode(again) != effects:
-                self.promises.broken("P9 recorded", f"the bus decides differently in replay: {event!r}")
-        for slot in self.slots:
-            state = AgentState()
-            for event, effects in slot.journal:
-                state, decided = self.mechanisms.agent(state, event_decoder.decode(event))
-                if encode(decided) != effects:
-                    self.promises.broken("P9 recorded", f"{slot.name} decides differently in replay: {event!r}")
+                temper = slot.engine.temper
+                temper.fails = temper.hangs = temper.loses = temper.blind = 0.0
+                slot.engine.shelf.evicts = 0.0
+                temper.failing, temper.slow_ms, slot.engine.traffic = "", min(temper.slow_ms, 400), False
 
 
 def simulate(seed: int, mechanisms: Mechanisms | None = None, story: list[str] | None = None) -> World:
@@ -493,12 +541,18 @@ def simulate(seed: int, mechanisms: Mechanisms | None = None, story: list[str] |
 
 
 def main() -> int:
-    """Run one seed and print its story, or a range of seeds and print what broke."""
-    first, *last = map(int, sys.argv[1:])
-    broken = [text for seed in range(first, *last) if (text := _tell(seed))] if last else [_tell(first, [])]
-    if last:
-        sys.stdout.write(f"{last[0] - first} seeds, {len(broken)} broke a promise\n")
-    return 1 if any(broken) else 0
+    """Run one seed and print its story, or a range of seeds and print what broke; of that the `first`, if wanted."""
+    arguments = sys.argv[1:]
+    first, *last = (int(number) for number in arguments[:2])
+    if not last:
+        return 1 if _tell(first, []) else 0
+    broken = 0
+    for seed in range(first, *last):
+        broken += bool(_tell(seed))
+        if broken and arguments[2:] == ["first"]:
+            return 1
+    sys.stdout.write(f"{last[0] - first} seeds, {broken} broke a promise\n")
+    return 1 if broken else 0
 
 
 def _tell(seed: int, story: list[str] | None = None) -> str:

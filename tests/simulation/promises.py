@@ -16,14 +16,15 @@ from controlplane.machine.events import (
     Conclude,
     CoordinatorEffect,
     CoordinatorEvent,
+    HelloReceived,
     Opened,
     PeerLost,
     Publish,
     Retired,
     Send,
 )
-from controlplane.machine.serving import proven_replicas
-from schemas.commands import Command, Target, UnknownCommand, WeightSync, durable_source
+from controlplane.machine.replicas import proven_replicas
+from schemas.commands import Command, Target, UnknownCommand, WeightSync
 from schemas.desired import Desired, desired_after
 from schemas.events import (
     Answer,
@@ -43,24 +44,25 @@ from schemas.events import (
     StopProfile,
     Wake,
 )
-from schemas.identity import ROLLOUT, Identity, Operation, RolloutMode, agent_of
-from schemas.outcomes import Acted, Missing, Outcome, Reason, Skipped
+from schemas.identity import Identity, RolloutMode, agent_of
+from schemas.outcomes import Acted, Missing, Outcome
 from schemas.reports import Report, SyncReport
 from schemas.wire import Snapshot, Welcome, decode_command
-from tests.simulation.bus import COMMIT_MS, event_decoder
-from tests.simulation.engine import LAUNCHED, Engine, weights_of
+from tests.simulation import adapter_verdicts, serving, verdicts
+from tests.simulation.bus import event_decoder
+from tests.simulation.engine import LAUNCHED, weights_of, weights_to_serve
 from tests.simulation.sessions import closing
 from tests.simulation.tickets import Tickets
-from workers.machine.decide import AgentState, in_sync
-from workers.machine.suppressed import still_desired
+from workers.machine.state import AgentState
 
 effects_decoder: Decoder[tuple[CoordinatorEffect, ...]] = Decoder(tuple[CoordinatorEffect, ...])
 
 if TYPE_CHECKING:
     from controlplane.machine.coordinator import CoordinatorState
-    from tests.simulation.agent import Process, Slot
+    from tests.simulation.agent import Process
     from tests.simulation.bus import Bus
     from tests.simulation.cluster import World
+    from tests.simulation.slot import Slot
 
 
 class Broken(AssertionError):
@@ -82,6 +84,9 @@ class Ledger:
         lost_epoch: The life whose last records the log has lost, until a snapshot of a later one; 0 if none.
         lease_over: The lease has expired, and no snapshot came since.
         late_start: Step of a session whose start outlived its deadline, and so failed at this agent.
+        resuming: What it was to serve when it last asked its engine to resume.
+        quarantined_at: The last command that it had decided when it went out of service by itself; those that were
+            queued then come after it.
         begun_at: Seq of the snapshot with which this agent began to follow a log that had lost its tail. The bus may
             not have known its place before that.
     """
@@ -100,6 +105,8 @@ class Ledger:
     lost_epoch: int = 0
     late_start: int | None = None
     begun_at: int = 0
+    quarantined_at: int = 0
+    resuming: str = ""
 
 
 @dataclass
@@ -110,6 +117,7 @@ class Published:
         live: The agents that must answer it.
         away: The agents that were known when it was issued, and not live.
         record: Its position in the log.
+        ends_us: When the time of the agents ends.
     """
 
     origin: int
@@ -119,6 +127,7 @@ class Published:
     away: frozenset[str]
     record: int
     deadline_us: int
+    ends_us: int
     life: int
 
 
@@ -130,9 +139,11 @@ class Promises:
         self.log: dict[int, Published] = {}
         self.head = 0
         self.peers: dict[str, str] = {}
+        self.identities: dict[str, Identity] = {}  # with which it was let in, by agent
         self.known: dict[str, bool] = {}  # every agent that ever joined: is it live?
+        self.joined: dict[str, str] = {}  # the incarnation that was last sent a snapshot, by agent
         self.retired: set[str] = set()
-        self.begun_anew: set[int | str] = set()  # units whose desired state went with the last of their places
+        self.begun_anew: dict[int | str, int] = {}  # units that began as new ones do, each with the seq of then
         self.ever_retired: set[str] = set()  # also by what the log has lost
         self.concluded: dict[tuple[int, int], Report] = {}
         self.learned: set[tuple[str, int, int]] = set()
@@ -147,8 +158,8 @@ class Promises:
 
     def after_agent(self, process: Process, before: AgentState, event: Event, effects: tuple[Effect, ...]) -> None:
         ledger, state = process.slot.ledger, process.state
-        if isinstance(event, SnapshotReceived) and _taken(before, event) and event.epoch > ledger.lost_epoch > 0:
-            self._begin_again(ledger, event.seq)
+        if isinstance(event, SnapshotReceived) and _taken(before, event) and ledger.lost_epoch > 0:
+            self._begin_again(ledger, event)
         if isinstance(event, Started):
             ledger.seen, ledger.last_decided, ledger.oracle = 0, 0, None
             return
@@ -162,9 +173,16 @@ class Promises:
         if isinstance(event, EngineReturned) and before.activity is not None and before.activity.overdue:
             call = before.activity.calls[0]
             ledger.late_start = call.session.step if isinstance(call, StartProfile) else ledger.late_start
+        if state.suppressed.quarantined and not before.suppressed.quarantined:
+            ledger.quarantined_at = before.queue[0].seq - 1 if before.queue else before.seq
+        self.judge("I5 quarantine", verdicts.suppressed(self, before, event, state, ledger.quarantined_at))
+        heard = isinstance(event, HeadSeen) and event.epoch >= before.epoch and not state.needs_snapshot
+        if heard and state.changed_by_others and not state.contested:
+            self.broken("I1 no torn serving", f"{process.peer} hears its bus, and leaves what something else did")
         self._folded(process, before, event)
         self._bounded(process)
-        self.serving(process)
+        serving.check(self, process)
+        self.judge("P12 adapters", adapter_verdicts.ready(process, self.oracle(process)))
 
     def _fenced(self, process: Process, before: AgentState, event: Event, effects: tuple[Effect, ...]) -> None:
         """P6: nothing of an older epoch changes anything, and nothing of the newest is refused."""
@@ -200,7 +218,7 @@ class Promises:
         for effect in effects:
             if not isinstance(effect, Answer) or effect.rule in (1, 2):
                 continue
-            settling = isinstance(event, EngineObserved) and cut is not None and cut.seq == effect.seq
+            settling = isinstance(event, EngineObserved | EngineReturned) and cut is not None and cut.seq == effect.seq
             if settling and (effect.epoch, effect.seq) in self.lost:
                 continue  # of a history that the log has lost
             decision = (effect.epoch, effect.outcome)
@@ -222,7 +240,7 @@ class Promises:
         command = published.command
         if command.phase != "commit" or command.source is None or not isinstance(answer.outcome, Acted):
             return
-        if process.slot.identity.replica in command.quarantine or self.misled(process):
+        if process.slot.identity.replica in command.quarantine or serving.misled(process):
             return
         if engine.weights != (wanted := weights_of(command.source)):
             self.broken("I2 proof", f"{process.peer} acted on the commit of {wanted}, has {engine.weights}")
@@ -232,17 +250,20 @@ class Promises:
         ledger, state = process.slot.ledger, process.state
         identity = process.slot.identity
         if isinstance(event, SnapshotReceived) and _taken(before, event):
-            syncs = identity.mode is not RolloutMode.COLOCATED and identity.role == ROLLOUT
-            newest = self.newest(identity.replica, event.seq) if syncs else None
+            syncs = verdicts.syncs(identity)
+            newest = self.newest(identity, event.seq) if syncs else None
             held = weights_of(event.desired.committed.source) if event.desired.committed is not None else None
             if not syncs and event.desired.sync is not None:
                 self.broken("P4 late joiner", f"the snapshot for {process.peer}, which never syncs, holds a sync")
             if ledger.lost_epoch:  # sent before the log lost what it rests on
                 newest = held
-            if identity.replica in self.begun_anew and syncs and held != newest:
-                newest = self.newest(identity.replica, event.seq, fleet_only=True)
             if held != newest:
                 self.broken("P4 late joiner", f"the snapshot for {process.peer} says {held}, committed is {newest}")
+            if not ledger.lost_epoch:
+                profile = event.desired.profile
+                wanted = profile.step if profile is not None else None
+                self.judge("P4 late joiner", verdicts.session(self, identity, event.seq, wanted))
+                self.judge("P4 late joiner", adapter_verdicts.snapshot(self, identity, event))
             ledger.oracle, ledger.folded, ledger.lease_over = event.desired, event.seq, False
         if isinstance(event, LeaseExpired):
             ledger.oracle, ledger.lease_over = None, True
@@ -259,105 +280,34 @@ class Promises:
             sizes = f"{len(state.reorder_buffer)} held, {len(state.queue)} queued, {len(state.answers)} remembered"
             self.broken("P8 bounded", f"{process.peer} keeps {sizes}, and may keep {hold}")
 
-    def misled(self, process: Process) -> bool:
-        """Whether the engine was relaunched, or the trainer released its memory or took it back, after the last
-        observation: then the agent cannot know better.
-        """
-        engine, believed = process.slot.engine, process.state.engine
-        if engine is None:
-            return False
-        unseen = engine.memory == "trainer" and believed.released != engine.asleep
-        return unseen or believed.instance != f"launch {engine.instance}"
-
-    def serving(self, process: Process) -> None:
-        """P4 and I1: an agent that reports ready is in sync, and one that generates serves the committed weights."""
-        state, engine = process.state, process.slot.engine
-        if engine is None or engine.attempt is not None or not in_sync(state) or self.misled(process):
-            return
-        if process.slot.on_lost_bus == "pause" and process.slot.ledger.lease_over:
-            self.paused(process)
-        desired = self._oracle(process)
-        if desired is None:
-            return
-        name = process.peer
-        committed = weights_of(desired.committed.source) if desired.committed is not None else LAUNCHED
-        if state.desired != desired:
-            self.broken("P4 late joiner", f"{name} wants {state.desired}, the log says {desired}")
-        # What failed is not pursued: a replica that could not be paused continues to generate.
-        desired = replace(desired, generation=state.suppressed.generation or desired.generation)
-        desired = replace(desired, asleep=(desired.asleep - state.suppressed.awake) | state.suppressed.asleep)
-        if engine.keeps_memory:
-            desired = replace(desired, asleep=frozenset())
-        sync = desired.sync
-        if sync is not None and sync.version == state.suppressed.sync and not state.suppressed.quarantined:
-            desired = replace(desired, sync=None)  # it was not touched, and continues until the load or commit names it
-        if engine.generating and not desired.serving:
-            self.broken("I1 no torn serving", f"{name} generates, and by the log {desired}")
-        colocated = process.slot.identity.mode is RolloutMode.COLOCATED
-        if engine.generating and engine.weights != committed and not colocated:
-            self.broken("I1 no torn serving", f"{name} generates on {engine.weights}, committed is {committed}")
-        self._pursued(process, engine, self.stranded(engine, desired))
-
-    def stranded(self, engine: Engine, desired: Desired) -> bool:
-        """Whether nobody can give the engine the committed weights before the next sync."""
-        if desired.committed is None:
-            return engine.weights != LAUNCHED
-        source = desired.committed.source
-        return durable_source(source) is None and engine.weights != weights_of(source)
-
-    def waits_for_push(self, state: AgentState) -> bool:
-        """Whether it is in quarantine until the next sync, and so has not even read what was pushed into its engine."""
-        committed = state.desired.committed
-        pushed = committed is not None and durable_source(committed.source) is None
-        return pushed and bool(state.desired.quarantined or state.suppressed.quarantined)
-
-    def paused(self, process: Process) -> None:
-        """I1: an engine that may not serve without a bus is paused once its lease is over, unless a pause failed."""
-        engine = process.slot.engine
-        if engine is not None and engine.generating and engine.pausable and not process.state.reconcile_blocked:
-            self.broken("I1 no torn serving", f"{process.peer} serves without a bus, and was told not to")
-
-    def _pursued(self, process: Process, engine: Engine, lost: bool) -> None:
-        """P4: an agent that reports ready has brought about what it still pursues."""
-        state, name = process.state, process.peer
-        pursued = still_desired(state.desired, state.suppressed)
-        wanted = pursued.profile.step if pursued.profile is not None else None
-        if engine.keeps_memory:
-            pursued = replace(pursued, asleep=engine.asleep)
-        if Operation.PROFILE in engine.temper.lacks:
-            wanted = None
-        stuck = engine.unable and pursued.committed is not None
-        if not engine.generating and pursued.serving and not (lost or stuck or engine.interrupts):
-            self.broken("P4 late joiner", f"{name} says it serves, and is paused")
-        if engine.asleep != pursued.asleep:
-            self.broken("P4 late joiner", f"{name} says it is as desired, asleep is {sorted(engine.asleep)}")
-        if engine.session_step != wanted:
-            self.broken("P4 late joiner", f"{name}: session {engine.session_step} is open, desired is {wanted}")
-
-    def _oracle(self, process: Process) -> Desired | None:
+    def oracle(self, process: Process) -> Desired | None:
         """P4: the desired state of an idle agent is the fold of the log, from its last snapshot to its position."""
         ledger, state = process.slot.ledger, process.state
         desired = ledger.oracle
         if desired is None or ledger.lost_epoch:
             return None
         identity = process.slot.identity
-        for seq in range(ledger.folded + 1, state.seq + 1):
+        decided = state.queue[0].seq - 1 if state.queue else state.seq
+        for seq in range(ledger.folded + 1, decided + 1):
             published = self.log[seq]
             desired = desired_after(desired, published.command, published.target.includes(identity), identity)
-        ledger.oracle, ledger.folded = desired, state.seq
+        ledger.oracle, ledger.folded = desired, max(ledger.folded, decided)
         return desired
 
-    def newest(self, replica: int, seq: int, *, fleet_only: bool = False) -> str | None:
-        """Return the source of the newest commit for the replica up to `seq`; if `fleet_only`, of those for all."""
+    def counts(self, seq: int, place: Identity) -> bool:
+        """Whether the command is for this place: of those before it began anew only what was for the whole fleet."""
+        target = self.log[seq].target
+        return target.includes(place) and (target.replicas is None or seq > self.begun_anew.get(place.unit, 0))
+
+    def newest(self, place: Identity, seq: int) -> str | None:
+        """Return the source of the newest commit for this place up to `seq`."""
         newest: str | None = None
         version = 0
         for at, published in self.log.items():
             command = published.command
             if at > seq or not isinstance(command, WeightSync) or command.phase != "commit" or command.source is None:
                 continue
-            named = published.target.replicas
-            targeted = named is None or (replica in named and not fleet_only)
-            if targeted and command.version > version:
+            if self.counts(at, place) and command.version > version:
                 newest, version = weights_of(command.source), command.version
         return newest
 
@@ -366,23 +316,38 @@ class Promises:
     def performing(self, process: Process, perform: Perform) -> None:
         """P5: no call of the journal is made twice, and no command opens two sessions."""
         ledger = process.slot.ledger
+        self.judge("P12 adapters", adapter_verdicts.paused(process, perform))
         if perform.call_id in ledger.performed:
             self.broken("P5 one effect", f"{process.peer} makes call {perform.call_id} again")
         ledger.performed.add(perform.call_id)
+        self.judge("P6 fencing", verdicts.alone(process))
         engine = process.slot.engine
         if isinstance(perform.call, Sleep | Wake) and engine is not None and engine.memory == "trainer":
             self.broken("P5 one effect", f"{process.peer} calls {perform.call} on memory that is the trainer's")
         if isinstance(perform.call, Resume) and process.slot.on_lost_bus == "pause" and ledger.lease_over:
             self.broken("I1 no torn serving", f"{process.peer} resumes by itself, and was told to wait for a bus")
+        if isinstance(perform.call, Resume) and engine is not None:
+            ledger.resuming = weights_to_serve(process.state.desired, engine.weights)
         if isinstance(perform.call, StopProfile) and (wrong := closing(self, process)):
             self.broken("I7 sessions stay open", wrong)
         if isinstance(perform.call, StartProfile):
             ledger.late_start = None
+            step, by_itself = perform.call.session.step, process.state.activity and not process.state.activity.trigger
+            if by_itself and engine is not None and step in engine.recorded:
+                self.broken("P5 one effect", f"{process.peer} records step {step} again, whose window has ended")
         activity = process.state.activity
         if isinstance(perform.call, StartProfile) and activity is not None and activity.trigger is not None:
             if activity.trigger.seq in ledger.started:
                 self.broken("P5 one effect", f"{process.peer} opens a second session for {activity.trigger.seq}")
             ledger.started.add(activity.trigger.seq)
+
+    def dials(self, process: Process) -> None:
+        """P3: an agent that is given a new key leaves no sync that it takes part in."""
+        self.judge("P3 answer", verdicts.dials(self, process))
+
+    def leased(self, process: Process) -> None:
+        """P7: the end of its lease."""
+        self.judge("P7 trainer first", verdicts.leased(process))
 
     def commits(self, lost: bool = False) -> list[WeightSync]:
         """Return every published commit, in order; after those that the log has `lost`, if wanted."""
@@ -395,7 +360,10 @@ class Promises:
         if engine is None or engine.weights == LAUNCHED or slot.identity.mode is RolloutMode.COLOCATED:
             return
         committed = {weights_of(commit.source) for commit in self.commits(lost=True) if commit.source is not None}
-        if engine.weights in committed:
+        asked = engine.caller.slot if engine.caller is not None else slot
+        if engine.weights in committed or engine.weights == asked.ledger.resuming:
+            return
+        if engine.caller is not None and serving.misled(engine.caller):  # another one commands it too
             return
         self.broken("I1 no torn serving", f"{slot.name} resumes on {engine.weights}, which nobody committed")
 
@@ -417,25 +385,38 @@ class Promises:
         if lost := learned - self.learned:
             self.broken("P9 recorded", f"told and not in the log: {sorted(lost)}")
 
+    def replayed(self, process: Process, event: Event) -> None:
+        """P3: a command that is sent again has no more time than is left of the first."""
+        if process.bus is not None:
+            self.judge("P3 answer", verdicts.replayed(self, process.bus, event, process.held_ms))
+
     # --- after a step of the bus --------------------------------------------------------------------------------------
 
     def after_bus(
         self, bus: Bus, before: CoordinatorState, event: CoordinatorEvent, effects: tuple[CoordinatorEffect, ...]
     ) -> None:
-        state = bus.state
+        state, joined = bus.state, dict(self.joined)
         self._follow(event, effects)
         for effect in effects:
             if isinstance(effect, Publish):
                 self._published(bus, effect)
+                self.judge("P12 adapters", adapter_verdicts.quorum(self, before, self.log[effect.seq]))
             elif isinstance(effect, Conclude) and isinstance(effect.report, Report):
+                self.judge("P3 answer", verdicts.waited(before, effect.report))
                 self._concluded(bus, effect.report)
             elif isinstance(effect, Conclude) and isinstance(effect.report, SyncReport):
-                self._true(effect.report)
-        if wrong := self.tickets.after(bus, event, effects):  # each ends once
-            self.broken("P3 answer", wrong)
+                self.judge("P11 true", verdicts.report(self, bus, effect.report))
+        self.judge("P3 answer", self.tickets.after(bus, event, effects))  # each ends once
+        self.judge("I5 quarantine", verdicts.released(self, bus, before, event, joined))
+        self.judge("P11 true", verdicts.quorum(self, bus, before))
         self._serves(bus)
+        self.judge("P12 adapters", adapter_verdicts.listed(self, bus))
         if len(state.history) > bus.world.settings.history:
             self.broken("P8 bounded", f"the ring holds {len(state.history)} commands")
+
+    def judge(self, promise: str, wrong: str) -> None:
+        if wrong:
+            self.broken(promise, wrong)
 
     def sent(self, bus: Bus, ticket: int) -> None:
         """P3: the load phase of a sync ends soon after the trainer has sent the weights."""
@@ -456,10 +437,17 @@ class Promises:
             elif isinstance(effect, Send) and isinstance(effect.message, Welcome | Snapshot):
                 self._admitted(agent_of(effect.peer))
             if isinstance(effect, Send) and isinstance(effect.message, Welcome):
+                if isinstance(event, HelloReceived):
+                    self._let_in(event.hello.identity, event.hello.incarnation)
                 self.peers[agent_of(effect.peer)] = effect.peer
                 self._leaves(agent_of(effect.peer))
+                self.world.hold(effect.peer)
             elif isinstance(effect, Send) and isinstance(effect.message, Snapshot):
-                self.known[agent_of(effect.peer)] = True
+                name, incarnation = effect.peer.split("/")[:2]
+                unit = self.world.slot(name).identity.unit
+                if all(self.world.slot(other).identity.unit != unit for other in self.joined):
+                    self.begun_anew[unit] = self.head  # what was for some replicas, this one among them, is not kept
+                self.known[name], self.joined[name] = True, incarnation
 
     def _retire(self, effect: Retired) -> None:
         """From here on no report names them, and no agent comes in at their places. None of them is running."""
@@ -471,7 +459,28 @@ class Promises:
         self.retired.update(effect.agents)
         self.ever_retired.update(effect.agents)
         known = {self.world.slot(name).identity.unit for name in self.known}
-        self.begun_anew |= {self.world.slot(name).identity.unit for name in effect.agents} - known
+        gone = {self.world.slot(name).identity.unit for name in effect.agents} - known
+        self.begun_anew.update(dict.fromkeys(gone, self.head))
+
+    def _let_in(self, identity: Identity, incarnation: str) -> None:
+        """P3 and P4: a place has one holder, and the nodes of a replica agree on its shape. One that changes its mode
+        begins anew.
+        """
+        name = identity.agent
+        others = {other: place for other, place in self.identities.items() if place.unit == identity.unit}
+        if self.known.get(name) and self.joined.get(name, incarnation) != incarnation:
+            self.broken("P3 answer", f"{name} is let in as {incarnation}, and {self.joined[name]} is not lost")
+        for other, place in others.items():
+            if other != name and self.known.get(other) and place.shape != identity.shape:
+                self.broken("P4 late joiner", f"{name} is let in as {identity.shape}, and {other} is {place.shape}")
+        if any(place.syncs != identity.syncs for place in others.values()):
+            self.begun_anew[identity.unit] = self.head
+            for slot in self.world.slots:
+                if slot.identity.unit == identity.unit:
+                    slot.ledger.version = 0
+        for other, place in others.items():  # those that are away have the shape of those that came
+            self.identities[other] = replace(identity, node_rank=place.node_rank)
+        self.identities[name] = identity
 
     def _admitted(self, name: str) -> None:
         if name in self.retired:
@@ -494,8 +503,12 @@ class Promises:
             away=frozenset(name for name, live in self.known.items() if not live),
             record=len(bus.world.log.records) - 1,
             deadline_us=opened.deadline_us if opened is not None else bus.now_us,
+            ends_us=(opened.issued_us if opened is not None else bus.now_us) + effect.envelope.ttl_ms * 1000,
             life=bus.life,
         )
+        self.judge("P3 answer", verdicts.in_time(bus, self.log[effect.seq]))
+        self.judge("I4 monotonic", verdicts.version(self, bus, self.log[effect.seq]))
+        self.judge("P12 adapters", adapter_verdicts.version(self, self.log[effect.seq]))
 
     def _concluded(self, bus: Bus, report: Report) -> None:
         """P3: once, in time, one conclusion for each known agent, `absent` for those that were away when it was issued,
@@ -503,7 +516,7 @@ class Promises:
         """
         published = self.log[report.seq]
         # With durability `disk` a timer waits for the turn that is being written, and then for its own.
-        late_us = 1000 * (1 + 2 * max(COMMIT_MS)) if bus.world.disk else 1000
+        late_us = 1000 * (1 + 2 * bus.slowest_ms) if bus.world.disk else 1000
         key = (report.origin, report.seq)
         if key in self.concluded:
             self.broken("P3 answer", f"command {report.seq} was concluded twice")
@@ -533,19 +546,26 @@ class Promises:
         for seq in [seq for seq, published in self.log.items() if published.record >= left]:
             published = self.log.pop(seq)
             self.lost[published.origin, seq] = published
-        self.head = max(self.log, default=0)
         self.concluded = {key: report for key, report in self.concluded.items() if self.concluded_at[key] < left}
-        self.known, self.peers, self.retired = {}, {}, set()
-        for event, effects in self.world.log.records:
-            self._follow(event_decoder.decode(event), effects_decoder.decode(effects))
+        self.known, self.peers, self.joined, self.retired = {}, {}, {}, set()
+        self.head, self.begun_anew, self.identities = 0, {}, {}
+        self.world.files.let_go.clear()  # which of them the log still lets go is another question
+        for event, encoded in self.world.log.records:
+            effects = effects_decoder.decode(encoded)
+            self._follow(event_decoder.decode(event), effects)
+            self.head = max((effect.seq for effect in effects if isinstance(effect, Publish)), default=self.head)
         epoch = max((published.origin for published in self.log.values()), default=0)
         for slot in self.world.slots:
             slot.ledger.lost_epoch = epoch
 
-    def _begin_again(self, ledger: Ledger, seq: int) -> None:
-        """An agent follows the log that is left: what it decided beyond that belongs to another history."""
-        ledger.lost_epoch = ledger.version = 0
-        ledger.begun_at = seq
+    def _begin_again(self, ledger: Ledger, event: SnapshotReceived) -> None:
+        """An agent follows the log that is left: what it decided beyond that belongs to another history. A snapshot may
+        be older than the loss, and follow another one.
+        """
+        seq = event.seq
+        if event.epoch > ledger.lost_epoch:
+            ledger.lost_epoch = ledger.version = 0
+            ledger.begun_at = seq
         ledger.decided = {at: decision for at, decision in ledger.decided.items() if at <= seq}
         ledger.started = {at for at in ledger.started if at <= seq}
         ledger.last_decided = min(ledger.last_decided, seq)
@@ -555,23 +575,6 @@ class Promises:
         published = self.log.get(seq)
         return published if published is not None and published.origin == origin else self.lost.get((origin, seq))
 
-    def _true(self, report: SyncReport) -> None:
-        """P11: a committed report names each known replica that the sync was for, and says that it serves the version
-        only of one that has answered so itself.
-        """
-        last = report.phases[-1]
-        if report.status != "committed":
-            return
-        target = self.log[last.seq].target
-        places = [self.world.slot(name).identity for name in self.known]
-        known = {place.replica for place in places if _syncs(place) and target.includes(place)}
-        if silent := known - {*report.loaded, *report.quarantined, *report.unproven}:
-            self.broken("P11 true", f"the report of v{report.version} does not name replicas {sorted(silent)}")
-        for replica in report.loaded:
-            given = self.world.slot(f"{replica}.0").ledger.answered.get((last.origin, last.seq), [])
-            if not any(isinstance(outcome, Acted) or outcome == Skipped(Reason.ALREADY) for outcome in given):
-                self.broken("P11 true", f"the report of v{report.version} says that replica {replica} serves it")
-
     def _serves(self, bus: Bus) -> None:
         """P11: a replica that the bus calls serving generates on nothing but the weights of that version."""
         for replica, version in proven_replicas(bus.state).serving.items():
@@ -579,22 +582,17 @@ class Promises:
             process, engine = slot.process, slot.engine
             if process is None or engine is None or process.peer != bus.state.members[slot.name].peer:
                 continue
-            committed = bus.state.desired[replica].committed
-            weights = weights_of(committed.source) if committed is not None else LAUNCHED
+            weights = weights_to_serve(bus.state.desired.get(replica, bus.state.default_desired), engine.weights)
             if engine.weights == LAUNCHED and engine.instance > 1:
                 continue  # it was relaunched, and the bus has yet to hear of it
-            if engine.generating and not self.misled(process) and engine.weights != weights:
+            if engine.generating and not serving.misled(process) and engine.weights != weights:
                 text = f"the bus says that replica {replica} serves v{version}, {weights}, and it has {engine.weights}"
                 self.broken("P11 true", text)
-
-
-def _syncs(place: Identity) -> bool:
-    return place.role == ROLLOUT and place.mode is not RolloutMode.COLOCATED
 
 
 def _taken(before: AgentState, event: SnapshotReceived) -> bool:
     """Whether the snapshot counts: not if its epoch is older, if this incarnation is already beyond its position, or if
     it was asked to end.
     """
-    behind = event.epoch == before.history and event.seq < before.seq
+    behind = event.epoch == before.snapshot_epoch and event.seq < before.seq
     return event.epoch >= before.epoch and not behind and not before.stopping

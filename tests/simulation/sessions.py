@@ -1,7 +1,9 @@
 """The judge of profiling sessions: one that the trainer wants open stays open.
 
 It is closed by its own stop, a newer start, a new epoch, the lease, or because it failed at this agent; by nothing
-else. Judged by the log and by what the agent answered, not by what either machine holds for desired.
+else. A session whose stop was cut off is not the one that a later start of its step asks for: nobody knows whether it
+is open, so it is closed before that one is opened. Judged by the log and by what the agent answered, not by what either
+machine holds for desired.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING
 from schemas.commands import EpochStart, ProfileCommand
 from schemas.outcomes import Acted, Outcome, Reason, Skipped
 from schemas.selection import profile_skip_reason
+from tests.simulation import serving
 
 if TYPE_CHECKING:
     from schemas.identity import Identity
@@ -22,9 +25,13 @@ def closing(promises: Promises, process: Process) -> str:
     """Return what is wrong with the stop that this agent is about to make; '' if it may close its session."""
     engine, state = process.slot.engine, process.state
     ledger = process.slot.ledger
-    if engine is None or engine.session_step is None or promises.misled(process):
+    if engine is None or engine.session_step is None or serving.misled(process):
+        return ""
+    if engine.session_step == engine.forgotten:
         return ""
     if ledger.lease_over or ledger.lost_epoch or ledger.late_start == engine.session_step:
+        return ""
+    if engine.stop_doubtful:
         return ""
     trigger = state.activity.trigger if state.activity is not None else None
     seq = trigger.seq if trigger is not None else state.seq

@@ -13,15 +13,16 @@ from msgspec.structs import replace
 
 from controlplane.machine import coordinator
 from controlplane.machine.coordinator import CoordinatorState
+from controlplane.machine.coordinator_state import Member, with_sync
 from controlplane.machine.events import (
     Conclude,
     CoordinatorEffect,
     CoordinatorEvent,
+    HelloReceived,
     Opened,
     RetireRequested,
     SendReturned,
 )
-from controlplane.machine.members import Member
 from schemas.commands import ProfileCommand
 from schemas.events import (
     CommandReceived,
@@ -31,6 +32,9 @@ from schemas.events import (
     Event,
     HeadSeen,
     LeaseExpired,
+    LoadAdapter,
+    Pause,
+    Perform,
     SnapshotReceived,
     Started,
     Tick,
@@ -41,7 +45,7 @@ from schemas.reports import Report, SyncReport
 from tests.simulation.cluster import BusDecide, Mechanisms, simulate
 from tests.simulation.promises import Broken
 from workers.machine import decide as machine
-from workers.machine.decide import AgentState
+from workers.machine.state import AgentState
 
 SEEDS = range(400)
 
@@ -50,7 +54,7 @@ Decided = tuple[AgentState, tuple[Effect, ...]]
 
 def without_hole_check(state: AgentState, event: Event) -> Decided:
     """Take any newer command for the next one."""
-    if isinstance(event, CommandReceived) and state.joined and not state.diverged and event.epoch >= state.epoch:
+    if isinstance(event, CommandReceived) and state.joined and not state.needs_snapshot and event.epoch >= state.epoch:
         free = len(state.queue) < state.settings.max_buffered
         state = replace(state, seq=event.seq - 1) if free and event.seq > state.seq + 1 else state
     return machine.decide(state, event)
@@ -72,10 +76,10 @@ def without_history(state: AgentState, event: Event) -> Decided:
     """Take a position for good in every epoch, as if no log ever lost its tail."""
     if (
         isinstance(event, CommandReceived | HeadSeen | SnapshotReceived)
-        and event.epoch > state.history
+        and event.epoch > state.snapshot_epoch
         and state.joined
     ):
-        state = replace(state, history=event.epoch)
+        state = replace(state, snapshot_epoch=event.epoch)
     return machine.decide(state, event)
 
 
@@ -125,8 +129,40 @@ def sharing_memory(state: AgentState, event: Event) -> Decided:
 
 def believing_unread(state: AgentState, event: Event) -> Decided:
     """Believe that an engine holds what it held before a sync in which the trainer pushed weights."""
-    state, effects = machine.decide(replace(state, engine=replace(state.engine, unread=False)), event)
-    return replace(state, engine=replace(state.engine, unread=False)), effects
+    state, effects = machine.decide(replace(state, engine=replace(state.engine, maybe_pushed=False)), event)
+    return replace(state, engine=replace(state.engine, maybe_pushed=False)), effects
+
+
+def undoing_others(state: AgentState, event: Event) -> Decided:
+    """Undo what something else did to the engine, whether or not the bus is heard."""
+    state, effects = machine.decide(state, event)
+    noted = state.changed_by_others or state.relabelled
+    return (replace(state, changed_by_others=False, relabelled=0) if noted else state), effects
+
+
+def planning_unread(state: AgentState, event: Event) -> Decided:
+    """Take an engine that could not be read for one that is there and has no operation."""
+    if isinstance(event, EngineReturned) and event.observation is not None and event.observation.trouble:
+        event = replace(event, observation=replace(event.observation, tokenizer="present"))
+    return machine.decide(state, event)
+
+
+def never_reading_back(state: AgentState, event: Event) -> Decided:
+    """Believe that an engine holds the adapters that it was given, whatever it lists."""
+    if isinstance(event, EngineObserved | EngineReturned) and event.observation is not None:
+        event = replace(event, observation=replace(event.observation, adapters=None))
+    return machine.decide(state, event)
+
+
+def freezing_for_adapters(state: AgentState, event: Event) -> Decided:
+    """Pause for an adapter, as a sync of weights does."""
+    state, effects = machine.decide(state, event)
+    return state, tuple(
+        replace(effect, call=Pause("keep"))
+        if isinstance(effect, Perform) and isinstance(effect.call, LoadAdapter)
+        else effect
+        for effect in effects
+    )
 
 
 def without(strip: Callable[[Report | SyncReport], Report | SyncReport]) -> BusDecide:
@@ -166,10 +202,10 @@ def forgetting_what_was_loaded(
 
 
 def holding_for_ever(state: CoordinatorState, event: CoordinatorEvent) -> tuple[Any, Any]:
-    """Wait for a trainer that does not ask for the next phase, however long."""
+    """Wait for a sender that does not return, however long."""
     after, effects = coordinator.decide(state, event)
     if after.sync is not None and after.sync.held_until_us is not None:
-        after = replace(after, sync=replace(after.sync, held_until_us=10**18))
+        after = with_sync(after, replace(after.sync, held_until_us=10**18))
     return after, effects
 
 
@@ -179,8 +215,12 @@ def trusting_the_sender(state: CoordinatorState, event: CoordinatorEvent) -> tup
 
 
 def forgetting_who_left(state: CoordinatorState, event: CoordinatorEvent) -> tuple[Any, Any]:
-    """Forget, in a new life of the bus, how a replica that left is deployed."""
+    """Forget, in a new life of the bus, how a replica that left is deployed, and that one which returns as another kind
+    begins anew.
+    """
     after, effects = coordinator.decide(state, event)
+    if isinstance(event, HelloReceived):
+        after = replace(after, desired=state.desired)
     if isinstance(event, Opened):
         left = {name: member for name, member in after.members.items() if member.state == "left"}
         after = replace(after, members={**after.members, **{name: _hybrid(member) for name, member in left.items()}})
@@ -193,8 +233,48 @@ def forgetting_the_retired(state: CoordinatorState, event: CoordinatorEvent) -> 
     return replace(after, retired=frozenset()) if isinstance(event, Opened) else after, effects
 
 
+def _as_if_gone(state: CoordinatorState, event: CoordinatorEvent, among: Callable[[Member], bool]) -> tuple[Any, Any]:
+    """Decide a hello as if some of the members had never been there."""
+    hidden = {name: member for name, member in state.members.items() if among(member)}
+    kept = {name: member for name, member in state.members.items() if name not in hidden}
+    after, effects = coordinator.decide(replace(state, members=kept), event)
+    return replace(after, members={**hidden, **after.members}), effects
+
+
+def of_any_shape(state: CoordinatorState, event: CoordinatorEvent) -> tuple[Any, Any]:
+    """Let in a node whatever the others of its replica are."""
+    if not isinstance(event, HelloReceived):
+        return coordinator.decide(state, event)
+    place = event.hello.identity
+    return _as_if_gone(
+        state,
+        event,
+        lambda member: member.hello.identity.unit == place.unit and member.hello.identity.agent != place.agent,
+    )
+
+
+def letting_in_a_second(state: CoordinatorState, event: CoordinatorEvent) -> tuple[Any, Any]:
+    """Let in whichever process says hello last."""
+    if not isinstance(event, HelloReceived):
+        return coordinator.decide(state, event)
+    place = event.hello.identity
+    return _as_if_gone(state, event, lambda member: member.hello.identity.agent == place.agent)
+
+
+def taking_the_second_hello(state: CoordinatorState, event: CoordinatorEvent) -> tuple[Any, Any]:
+    """Take an incarnation that has said hello before for one that has joined before."""
+    after, effects = coordinator.decide(state, event)
+    if not isinstance(event, HelloReceived):
+        return after, effects
+    name = event.hello.identity.agent
+    holder, member = state.members.get(name), after.members.get(name)
+    if holder is not None and member is not None and holder.hello.incarnation == member.hello.incarnation:
+        after = replace(after, members={**after.members, name: replace(member, fresh=False)})
+    return after, effects
+
+
 def naming_the_retired(state: CoordinatorState, event: CoordinatorEvent) -> tuple[Any, Any]:
-    """Let nobody in at a retired place, and go on to name it in every report."""
+    """Let no agent in at a retired place, and go on to name it in every report."""
     after, effects = coordinator.decide(state, event)
     if isinstance(event, RetireRequested):
         after = replace(after, members=state.members)
@@ -217,62 +297,78 @@ class Ablation(NamedTuple):
 ABLATIONS = {
     # A bus with nothing to say can't be told from a dead one, so the lease of a quiet fleet runs out. With a lease that
     # never ends, agents are still left behind: nothing shows that the last command or a resend request was lost.
-    "head beacon": Ablation(Mechanisms(beacon=False), "convergence", first=157),
+    "head beacon": Ablation(Mechanisms(beacon=False), "convergence", first=8),
     # What was lost is never asked for, and what comes after it is applied without it.
     "hole check": Ablation(Mechanisms(agent=without_hole_check), "P2 no hole"),
     # An agent that starts again has forgotten which calls it made.
-    "journal": Ablation(Mechanisms(journal=False), "P5 one effect"),
+    "journal": Ablation(Mechanisms(journal=False), "P5 one effect", first=2),
     # A trainer that was replaced and does not know it is still obeyed.
-    "fence": Ablation(Mechanisms(agent=without_fence), "P6 fencing", first=18),
+    "fence": Ablation(Mechanisms(agent=without_fence), "P6 fencing", first=8),
     # The records of earlier lives, replayed by the living bus, are refused as old.
-    "split of the epochs": Ablation(Mechanisms(agent=with_one_epoch), "P6 fencing"),
+    "split of the epochs": Ablation(Mechanisms(agent=with_one_epoch), "P6 fencing", first=24),
     # A report has no line for an agent that is away when the command is issued, and nothing to raise for.
     "absent agents": Ablation(Mechanisms(bus=without(without_absent)), "P3 answer"),
     # A replica that is out of reach serves the old version, and the sync of the others is a success.
-    "unproven replicas": Ablation(Mechanisms(bus=without(without_unproven)), "P11 true"),
+    "unproven replicas": Ablation(Mechanisms(bus=without(without_unproven)), "P11 true", first=1),
     # An agent that is ahead of a log that lost its tail waits for what will never come.
-    "position per epoch": Ablation(Mechanisms(agent=without_history), "convergence", first=32),
+    "position per epoch": Ablation(Mechanisms(agent=without_history), "convergence", first=48),
     # What a trainer paused stays paused when it is gone.
-    "lease": Ablation(Mechanisms(agent=without_lease), "P7 trainer first", first=34),
+    "lease": Ablation(Mechanisms(agent=without_lease), "P7 trainer first", first=64),
     # A stop closes whatever is open: what the trainer wants recorded ends with somebody else's session.
-    "a stop names its session": Ablation(Mechanisms(agent=closing_any_session), "I7 sessions stay open"),
+    "a stop names its session": Ablation(Mechanisms(agent=closing_any_session), "I7 sessions stay open", first=13),
     # A start that is not for this replica takes away the session that is.
-    "a session of one's own": Ablation(Mechanisms(agent=giving_up_for_others), "I7 sessions stay open"),
+    "a session of one's own": Ablation(Mechanisms(agent=giving_up_for_others), "I7 sessions stay open", first=7),
     # A judge that comes back to the next trainer is taken for a replica that syncs, and waits for a commit for ever.
-    "who left": Ablation(Mechanisms(bus=forgetting_who_left), "P4 late joiner", first=103),
+    "who left": Ablation(Mechanisms(bus=forgetting_who_left), "P4 late joiner", first=64),
     # An agent comes back at a place that was taken out of the run for good.
-    "retired places": Ablation(Mechanisms(bus=forgetting_the_retired), "P3 answer"),
+    "retired places": Ablation(Mechanisms(bus=forgetting_the_retired), "P3 answer", first=2),
     # Every report goes on to name a place that was retired, as absent.
-    "retired members": Ablation(Mechanisms(bus=naming_the_retired), "P3 answer"),
+    "retired members": Ablation(Mechanisms(bus=naming_the_retired), "P3 answer", first=2),
     # A replica out of reach serves what is not committed any more, though it was told to pause.
-    "pause on a lost bus": Ablation(Mechanisms(agent=serving_without_a_bus), "I1 no torn serving"),
+    "pause on a lost bus": Ablation(Mechanisms(agent=serving_without_a_bus), "I1 no torn serving", first=10),
     # It pauses, and resumes before a bus has said what is committed.
-    "resumed by a bus": Ablation(Mechanisms(agent=resuming_by_itself), "I1 no torn serving"),
+    "resumed by a bus": Ablation(Mechanisms(agent=resuming_by_itself), "I1 no torn serving", first=5),
     # The trainer releases memory for its own work, and the agent wakes it.
-    "memory of the trainer": Ablation(Mechanisms(agent=sharing_memory), "P5 one effect"),
+    "memory of the trainer": Ablation(Mechanisms(agent=sharing_memory), "P5 one effect", first=28),
     # The trainer pushed weights, and the sync was aborted: the engine goes on with what nobody committed.
-    "weights read again": Ablation(Mechanisms(agent=believing_unread), "I1 no torn serving", first=35),
+    "weights read again": Ablation(Mechanisms(agent=believing_unread), "I1 no torn serving", first=215),
     # A push that did not arrive counts as a load.
-    "a label proves": Ablation(Mechanisms(label_proves=False), "I2 proof", first=115),
+    "a label proves": Ablation(Mechanisms(label_proves=False), "I2 proof", first=93),
     # An agent without its journal takes its engine's label for the weights that an aborted sync had under that version.
-    "one version for the same weights": Ablation(
-        Mechanisms(bus=forgetting_what_was_loaded), "I1 no torn serving", first=344
-    ),
+    "one version for the same weights": Ablation(Mechanisms(bus=forgetting_what_was_loaded), "I4 monotonic", first=2),
     # A trainer begins a sync, and forgets it: the engines stay paused.
-    "a held phase expires": Ablation(Mechanisms(bus=holding_for_ever), "convergence", first=60),
+    "a held commit expires": Ablation(Mechanisms(bus=holding_for_ever), "convergence", first=60),
     # A sender returned, and some weights have not arrived: the engines wait for as long as for a whole load.
-    "a sender that returned": Ablation(Mechanisms(bus=trusting_the_sender), "P3 answer", first=118),
+    "a sender that returned": Ablation(Mechanisms(bus=trusting_the_sender), "P3 answer", first=93),
+    # Nodes of one replica disagree on its mode, and commands mean one thing to one and another to the other.
+    "one shape": Ablation(Mechanisms(bus=of_any_shape), "P4 late joiner", first=3),
+    # An agent is given a new key, and leaves the sync that it has prepared.
+    "a new key waits": Ablation(Mechanisms(keys_wait=False), "P3 answer", first=4),
+    # An engine can't be read, so it shows no operation: its session is closed as one that it can't have.
+    "an engine that can't be read": Ablation(Mechanisms(agent=planning_unread), "I7 sessions stay open", first=64),
+    # An agent that started again said hello twice, and stays in the quarantine that its restart was to end.
+    "hello twice": Ablation(Mechanisms(bus=taking_the_second_hello, adapters=False), "I5 quarantine", first=387),
+    # An agent reaches one of two ports, joins nothing, and counts on a bus whose commands can't reach it.
+    "a lease of members": Ablation(Mechanisms(lease_of_members=False), "P7 trainer first", first=24),
+    # An agent that is cut off brings its engine back to what it remembers, and its successor to what is committed.
+    "one commander": Ablation(Mechanisms(agent=undoing_others, adapters=False), "P6 fencing", first=166),
+    # An engine evicts an adapter, and its replica goes on to be listed for it.
+    "adapters read back": Ablation(Mechanisms(agent=never_reading_back), "P12 adapters", first=29),
+    # A sync of a few megabytes stops the whole fleet.
+    "adapters pause nothing": Ablation(Mechanisms(agent=freezing_for_adapters), "P12 adapters", first=4),
+    # Two processes take turns at one place, each with an engine of its own.
+    "one holder": Ablation(Mechanisms(bus=letting_in_a_second), "P3 answer", first=2),
     # A bus that was replaced goes on writing into the log, between the records of its successor.
-    "lock of the log": Ablation(Mechanisms(storage_fence=False), "P1 order", first=17),
+    "lock of the log": Ablation(Mechanisms(storage_fence=False), "P1 order", first=2),
     # What was published or answered before it was on the disk is not there after a crash.
-    "commit before effects": Ablation(Mechanisms(commit_first=False), "P9 recorded", first=50),
+    "commit before effects": Ablation(Mechanisms(commit_first=False), "P9 recorded", first=73),
     # A timeout of ten billion seconds is published, and each agent drops the record, live and resent: a hole for ever.
     "bounds": Ablation(Mechanisms(bounds=False, drops_unreadable=True), "convergence", first=10),
     # A half-open control connection carries nothing, and neither side is told. The agent hears heads, and is gone.
-    "control dialled anew": Ablation(Mechanisms(redial_control=False), "convergence", first=14),
+    "control dialled anew": Ablation(Mechanisms(redial_control=False), "convergence", first=84),
     # A half-open subscription: commands come only while they are retransmitted, and nothing shows that the last one was
     # lost.
-    "subscription dialled anew": Ablation(Mechanisms(redial_subscription=False), "convergence", first=6),
+    "subscription dialled anew": Ablation(Mechanisms(redial_subscription=False), "convergence", first=21),
 }
 
 

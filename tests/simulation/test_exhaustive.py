@@ -21,7 +21,8 @@ from schemas.outcomes import Outcome, Reason, Skipped
 from schemas.wire import encode
 from tests.simulation.cluster import AgentDecide
 from tests.simulation.test_ablations import with_one_epoch, without_fence, without_hole_check
-from workers.machine.decide import AgentState, decide
+from workers.machine.decide import decide
+from workers.machine.state import AgentState
 
 PLACE = Identity(replica=0, node_rank=0)
 
@@ -220,7 +221,12 @@ def test_no_schedule_breaks_the_machine(crashes: int) -> None:
     ends = [end for end in found.values() if end.state.seq == 3 and end.state.epoch == 2 and end.calling is None]
     assert any(end.crashes == crashes for end in ends)
     for end in ends:
-        if end.state.joined and not end.state.diverged and not end.state.queue and not end.state.reconcile_blocked:
+        if (
+            end.state.joined
+            and not end.state.needs_snapshot
+            and not end.state.queue
+            and not end.state.reconcile_blocked
+        ):
             assert end.generating, "the pause of a replaced trainer must not hold"
 
 
@@ -229,7 +235,7 @@ def follow_the_bus_that_lost_its_tail(machine: AgentDecide, crashes: int) -> int
     found = search(machine, crashes, WITH_A_LOST_TAIL)
     for situation in found.values():
         state, _ = machine(situation.state, AFTER_THE_LOSS)
-        assert (state.history, state.diverged) == (3, False), "P2: it stays in a history that is lost"
+        assert (state.snapshot_epoch, state.needs_snapshot) == (3, False), "P2: it stays in a history that is lost"
         assert all(waiting.epoch == 3 for waiting in (*state.queue, *state.reorder_buffer))
     return len(found)
 

@@ -10,7 +10,6 @@ from controlplane.machine.events import (
     CoordinatorEvent,
     Issued,
     Opened,
-    PhaseRequested,
     Refuse,
     Retired,
     RetireRequested,
@@ -29,13 +28,11 @@ class Tickets:
 
     def after(self, bus: Bus, event: CoordinatorEvent, effects: tuple[CoordinatorEffect, ...]) -> str:
         """Return what is wrong after a step of the bus, or nothing: each ticket ends once, at the latest with the last
-        open command and the sync.
+        open command and the last sync.
         """
         waiting = self._waiting.setdefault(bus.life, set())
-        if isinstance(event, Issued | SyncRequested | PhaseRequested | RetireRequested):
+        if isinstance(event, Issued | SyncRequested | RetireRequested):
             waiting.add(event.ticket)
-        if isinstance(event, SyncRequested) and event.prepare is not None:
-            waiting.add(event.prepare)
         for effect in effects:
             ticket = effect.ticket if isinstance(effect, Conclude | Refuse | Retired) else None
             if ticket is None or isinstance(event, Opened):  # which ends those of an earlier life
@@ -43,6 +40,6 @@ class Tickets:
             if ticket not in waiting:
                 return f"ticket {ticket} ended twice, or was of nobody: {effect}"
             waiting.remove(ticket)
-        if waiting and not bus.state.open and bus.state.sync is None:
+        if waiting and not bus.state.open and not bus.state.syncs:
             return f"nothing is open, and tickets {sorted(waiting)} have not ended"
         return ""

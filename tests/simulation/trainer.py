@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Final, Literal
 
-from controlplane.bus.callers import Order, checked_order
+from msgspec.structs import replace
+
+from controlplane.bus.callers import Request, checked_request
 from controlplane.machine.events import Issued, Publish, RetireRequested, SendFailed, SendReturned, SyncRequested
 from schemas.commands import (
     Checkpoint,
@@ -25,7 +27,6 @@ from schemas.errors import CommandError
 from schemas.identity import REPLICAS_MAX, TIME_MAX_MS, Tag
 from schemas.wire import decode_command
 from tests.simulation.engine import Engine, digest_of, weights_of
-from tests.simulation.phases import Phases
 
 if TYPE_CHECKING:
     from tests.simulation.bus import Bus
@@ -56,16 +57,19 @@ class Trainer:
         self.world = world
         self.busy = True
         self.tries = 0
+        self.asked: SyncRequested | None = None  # the last sync
         self.step = 0
         self.extremes = random.Random(world.seed)  # of its own, so that the other runs stay as they are
         self.extreme = self.extremes.choice(
             (0.0, 0.0, 0.1)
         )  # chance of a target and a timeout at their bounds or beyond
         self.pushing = random.Random(f"push {world.seed}")
+        self.sending = random.Random(f"sending {world.seed}")
         self.versions = random.Random(f"versions {world.seed}")
-        self.phases = Phases(self, random.Random(f"phases {world.seed}"))
         self.counting = random.Random(f"counting {world.seed}")
-        self.pace_ms = world.rng.choice((200, 800, 2500))
+        # Longer than a lease, so that a command is still carried out when it expires.
+        self.timeouts_ms = (1000, 3000, 6000, 25_000) if "trainer dies" in world.weather.aim else (1000, 3000, 6000)
+        self.pace_ms = 40_000 if world.weather.aim == "quiet" else world.rng.choice((200, 800, 2500))
 
     def work(self) -> None:
         """Issue a command now and then, sometimes many at once."""
@@ -83,13 +87,21 @@ class Trainer:
         return bus is self.world.bus or not self.world.mechanisms.storage_fence
 
     def ask(self, bus: Bus) -> None:
-        if self.world.rng.random() < 0.2:
-            self.sync(bus, None)
+        if self.world.rng.random() < self.world.weather.syncs:
+            self.sync(bus, self.world.rng.choice((None, None, None, 1, 2, 3)))
         else:
             command, target, timeout_ms = self._command(), self._target(), self.world.rng.choice((300, 2000, 6000))
             if self.extremes.random() < self.extreme:
                 target, timeout_ms = self.extremes.choice(AT_BOUNDS)
             self.issue(bus, command, target, timeout_ms)
+            if (
+                isinstance(command, ProfileCommand) and self.world.rng.random() < 0.2
+            ):  # asked once more, before an answer
+                self.world.at(self.world.rng.choice((1, 250)), self._ask_again, bus, command, target)
+
+    def _ask_again(self, bus: Bus, command: Command, target: Target) -> None:
+        if bus.alive and self.busy:
+            self.issue(bus, command, target, 6000)
 
     def release(self) -> None:
         """Let the data plane release memory: never while a command may call an engine."""
@@ -111,6 +123,7 @@ class Trainer:
         if isinstance(command, EngineCommand):
             self.take_back()
         bus.tickets += 1
+        operator = self.busy and self.world.rng.random() < 0.2
         self.hand_over(
             bus,
             Issued(
@@ -120,13 +133,15 @@ class Trainer:
                 command=command,
                 target=target,
                 timeout_ms=timeout_ms,
+                operator=operator,
+                force=operator and self.world.rng.random() < 0.3,
             ),
         )
 
-    def hand_over(self, bus: Bus, order: Order) -> None:
+    def hand_over(self, bus: Bus, order: Request) -> None:
         """A bus refuses what is out of bounds before its machine sees it."""
         try:
-            bus.feed(checked_order(order) if self.world.mechanisms.bounds else order)
+            bus.feed(checked_request(order) if self.world.mechanisms.bounds else order)
         except CommandError:
             self.world.say(f"bus {bus.life} refuses {order!r:.200}")
 
@@ -138,8 +153,8 @@ class Trainer:
         version: int | None = None,
         again: bool = True,
     ) -> None:
-        """Sync to a version above the committed one, or to one that the run counts; at once or phase by phase. If
-        `again`, perhaps to one that was tried before, from another source: the bus refuses it if anybody was told to
+        """Sync to a version above the committed one, or to one that the run counts; If `again`,
+        perhaps to one that was tried before, from another source: the bus refuses it if anybody was told to
         load it.
         """
         rng = self.world.rng
@@ -148,9 +163,8 @@ class Trainer:
         ticket = bus.tickets
         self.tries += 1
         version = version or self._version(again)
-        source = self._source(f"v{version}/try{self.tries}", quorum)
+        source = self._source(f"v{version}/try{self.tries}")
         counted = again and self.counting.random() < 0.2
-        prepare = self.phases.prepare(bus) if again else None
         content = digest_of(weights_of(source))
         manifest = Manifest(tensors=1, nbytes=1, layout="l", content=content) if rng.random() < 0.5 else None
         order = SyncRequested(
@@ -162,15 +176,26 @@ class Trainer:
             manifest=manifest,
             in_flight=rng.choice(("abort", "wait", "keep")),
             quorum=quorum,
-            target=Target() if quorum is not None else self._target(),
-            timeout_ms=timeout_ms if timeout_ms is not None else rng.choice((1000, 3000, 6000)),
-            prepare=prepare,
+            target=self._target() if again else Target(),
+            timeout_ms=timeout_ms if timeout_ms is not None else rng.choice(self.timeouts_ms),
+            on_unreachable=rng.choice(("skip", "skip", "wait")),
+            sends=again and isinstance(source, Pushed) and self.sending.random() < 0.5,
+            operator=rng.random() < 0.2,
         )
+        if again and rng.random() < (0.6 if self.world.weather.aim == "retries" else 0.1):
+            order = self._retry(order)
+        self.asked = order
         self.hand_over(bus, order)
-        if prepare is not None:
-            self.phases.advance(bus, ticket)
 
-    def _source(self, path: str, quorum: int | None) -> Source:
+    def _retry(self, order: SyncRequested) -> SyncRequested:
+        """Ask once more for the weights that were asked for last; now and then they are said to be others."""
+        asked = self.asked
+        if asked is None or asked.version is None:
+            return order
+        manifest = asked.manifest if self.world.rng.random() < 0.7 else order.manifest
+        return replace(order, version=asked.version, source=asked.source, manifest=manifest)
+
+    def _source(self, path: str) -> Source:
         pushes = self.world.weather.pushes
         if not pushes or self.pushing.random() >= pushes:
             return Checkpoint(path)
@@ -191,19 +216,25 @@ class Trainer:
             if engine is None or (fails and self.pushing.random() < 0.5):
                 continue
             delay_ms = self.pushing.choice((1, 50, 700))
-            self.world.at(delay_ms, self._push, bus, sync.request.ticket, engine, source, engine.instance)
+            self.world.at(delay_ms, self._push, bus, sync.request, engine, source, engine.instance)
         # A sender may return before its last push has arrived.
+        if sync.request.sends and not fails and self.sending.random() < 0.3:
+            return  # it never returns
         ends, after_ms = (
             (self._send_fails, delay_ms) if fails else (self._send_returns, 1 if sync.request.ticket % 2 else delay_ms)
         )
         self.world.at(after_ms + 1, ends, bus, sync.request.ticket)
 
-    def _push(self, bus: Bus, ticket: int, engine: Engine, source: Pushed, instance: int) -> None:
-        """A trainer that is gone pushes nothing, and a push has ended when the load phase has."""
+    def _push(self, bus: Bus, asked: SyncRequested, engine: Engine, source: Pushed, instance: int) -> None:
+        """A trainer that is gone pushes nothing, and a push has ended when the load phase has. Now and then it pushes
+        other bytes than it announced, to an engine that would show it.
+        """
         sync = bus.state.sync
         lives = bus is self.world.bus and bus.alive
-        if lives and sync is not None and sync.request.ticket == ticket and sync.phase == "load":
-            done = engine.push(source, instance)
+        if lives and sync is not None and sync.request.ticket == asked.ticket and sync.phase == "load":
+            seen = engine.kind == "tiny" and asked.manifest is not None
+            wrong = self.busy and seen and self.pushing.random() < 0.1
+            done = engine.push(source, instance, f"not {source.label}" if wrong else weights_of(source))
             self.world.say(f"the trainer pushes {source.label!r}: {done}")
 
     def _send_returns(self, bus: Bus, ticket: int) -> None:
@@ -235,8 +266,8 @@ class Trainer:
         if bus.state.sync is not None:
             self._send_fails(bus, bus.state.sync.request.ticket)
 
-    def restore(self) -> None:
-        """Issue what a replica needs to come back, then one sync for all."""
+    def restore(self, *, sync: bool = True) -> None:
+        """Issue what a replica needs to come back, then one sync for all, if wanted."""
         bus = self.world.bus
         if bus is None:
             self.world.promises.broken("convergence", "there is no bus to restore from")
@@ -245,8 +276,12 @@ class Trainer:
             self.issue(bus, ProfileCommand(action="stop", step=step), Target(), timeout_ms=9000)
         self.issue(bus, EngineCommand(operation="wake"), Target(), timeout_ms=9000)
         self.issue(bus, EngineCommand(operation="resume"), Target(), timeout_ms=9000)
+        if sync:
+            self.world.adapters.unbind(bus)
         self.world.run(self.world.now + 10_000)
-        self.sync(bus, quorum=1, timeout_ms=30_000, again=False)  # slow engines are not broken ones
+        if sync:
+            self.sync(bus, quorum=1, timeout_ms=30_000, again=False)  # slow engines are not broken ones
+            self.world.adapters.restore(bus)
 
     def _target(self) -> Target:
         rng = self.world.rng

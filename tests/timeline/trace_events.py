@@ -41,7 +41,8 @@ def checked_timeline(log: Path, *roots: Path) -> tuple[Timeline, list[Event]]:
     out = log.with_suffix(".perfetto.json.gz")
     written = write_timeline(log, out, roots)
     events: list[Event] = read(out)["traceEvents"]
-    assert problems(events) == []
+    wrong = problems(events)
+    assert not wrong, "\n".join(wrong[:20])
     assert written.control_events + written.traced_events <= len(events)
     return written, events
 

@@ -19,11 +19,12 @@ from controlplane.machine.events import (
     StatusReceived,
 )
 from controlplane.record.log import RunLog
+from schemas.agent_status import AgentStatus, Clock
 from schemas.commands import EngineCommand, ProfileCommand, Target
 from schemas.events import Answer, CommandReceived, Decision, Effect, Event, Started
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Outcome, Trace
-from schemas.reports import AgentOutcome, AgentStatus, Clock, Report
+from schemas.reports import AgentOutcome, Report
 from schemas.wire import DecisionBatch, Envelope, Hello, encode
 
 START_NS = 1_800_000_000_000_000_000

@@ -118,7 +118,7 @@ if __name__ == "__main__":
     model.save_pretrained(OUT / "model")
     tokenizer.save_pretrained(OUT / "model")
     (OUT / "new").mkdir()
-    sections = f"rollout: {{contents: [cpu]}}\nsave_path: {OUT}/traces\ntimeout_ms: 120000\n"
+    sections = f"save_path: {OUT}/traces\ntimeout_ms: 120000\n"
     (OUT / "profile.yaml").write_text(f"steps: [2]\n{sections}")
     profiler = ProfilerConfig.from_yaml(OUT / "profile.yaml")
     agents: list[Any] = []

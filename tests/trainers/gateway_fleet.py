@@ -11,21 +11,21 @@ import anyio.from_thread
 from anyio import to_thread
 from anyio.abc import TaskStatus
 
+from controlplane.analysis.invariants import verify
 from controlplane.machine.events import Conclude
 from controlplane.plane import ControlPlane
-from controlplane.record.invariants import verify
 from controlplane.record.log import RunLog
 from controlplane.trainers.gateway.service import Gateway
 from schemas.commands import EpochStart, WeightSync
 from schemas.config import AgentConfig, BusConfig
-from schemas.events import EngineCall, Load, Returned
+from schemas.events import EngineCall, Load, Observation, Returned
 from schemas.formatting import describe
 from schemas.identity import Identity
 from schemas.reports import Report, SyncReport
 from workers.agent import Agent
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
-from workers.engines.tiny.server import TinyClient, WeightsDescription
+from workers.engines.tiny.server import TinyClient
 from workers.traces.node import NodeTraces
 
 QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=500)
@@ -121,11 +121,11 @@ class GatewayFleet:
         save(TinyModel(TinyConfig(hidden=hidden), seed=seed), directory)
         return directory
 
-    def held(self) -> list[WeightsDescription]:
-        return [TinyClient(f"ipc://{self.folder}/front-{n}", timeout_s=20).weights() for n in range(len(self.engines))]
+    def held(self) -> list[Observation]:
+        return [TinyClient(f"ipc://{self.folder}/front-{n}", timeout_s=20).describe() for n in range(len(self.engines))]
 
     def digests(self) -> list[str]:
-        return [held.digest for held in self.held()]
+        return [held.digest or "" for held in self.held()]
 
     def generates_on(self) -> list[int]:
         """Version of the tokens that each replica generates now. It must do so within some seconds."""
@@ -156,6 +156,7 @@ def gateway_fleet(
     folder: Path,
     *,
     replicas: int = 2,
+    joined: int | None = None,
     engines: Sequence[str] = (),
     roots: Sequence[Path] = (),
     **options: Any,
@@ -164,10 +165,12 @@ def gateway_fleet(
 
     Args:
         folder: Root of the checkpoints, and place of everything else.
+        joined: How many of the replicas have agents from the beginning; None for all.
         engines: HTTP servers that requests are passed on to.
         roots: Root of the checkpoints of each replica, where it is not the trainer's.
         options: Of the gateway.
     """
+    joined = replicas if joined is None else joined
     places = [Identity(replica=n, node_rank=0) for n in range(replicas)]
     made = [
         GatedEngine(
@@ -185,9 +188,11 @@ def gateway_fleet(
     with plane, ExitStack() as open_:
         fleet = GatewayFleet(folder, plane, made)
         for n in range(replicas):
-            fleet.start_agent(n)
+            if n < joined:
+                fleet.start_agent(n)
             open_.callback(fleet.stop_agent, n)
-        plane.wait_for_agents(replicas, timeout=30).wait()
+            open_.callback(made[n].may_load.set)
+        plane.wait_for_agents(joined, timeout=30).wait()
         fleet.gateway = Gateway(
             plane, replicas=replicas, checkpoints=folder / "run", engines=engines, timeout_s=20, **options
         )

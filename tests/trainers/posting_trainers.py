@@ -184,6 +184,15 @@ class Miles(Slime):
         super().__init__(addresses, keep_files=True, ci_test=True)
         self._local, self._mode = local_checkpoint_dir, mode
 
+    def init_external(self) -> None:
+        """`miles/backends/sglang_utils/sglang_engine.py`: `_init_external` with `_wait_server_healthy`."""
+        for url in self._urls:
+            headers = {"Content-Type": "application/json; charset=utf-8", "Authorization": "Bearer None"}
+            for path in ("health_generate", "flush_cache"):
+                assert HTTP.get(f"{url}/{path}", headers=headers).status_code == 200
+            info = HTTP.get(f"{url}/get_server_info").raise_for_status().json()
+            assert f"http://{info['host']}:{info['port']}" == url, info
+
     def reload(self, directory: Path, weight_version: str) -> None:
         local = str(self._local)
         pull = {"local_checkpoint_dir": local, "source_dir": str(directory), "target_version": int(weight_version)}

@@ -1,37 +1,33 @@
-"""What the gateway makes of a trainer's posts, without sockets: its table of routes, and its machine."""
+"""What the gateway makes of a trainer's posts, without sockets: its table of routes, and which of them are one sync."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import anyio
+import anyio.lowlevel
+import msgspec
 import pytest
+from anyio import to_thread
+from anyio.abc import TaskGroup
 
 from controlplane.trainers.gateway import routes
+from controlplane.trainers.gateway.posts import Answer, Posts
 from controlplane.trainers.gateway.routes import (
     DeltaPost,
-    FlushPost,
-    PartPost,
     PausePost,
+    Plain,
     RefusedPost,
-    ResumePost,
-    StartProfilePost,
-    StopProfilePost,
     TransferPost,
     UpdatePost,
     is_passed,
     read_request,
 )
-from controlplane.trainers.gateway.updates import (
-    AnswerSent,
-    BeginSync,
-    CommandReplica,
-    GatewayState,
-    MomentPassed,
-    PostArrived,
-    Remind,
-    Reply,
-    SyncEnded,
-    decide,
-)
-from schemas.commands import EngineCommand, ProfileCommand, ProfilePlan, Window
+from schemas.commands import Checkpoint, EngineCommand
+from schemas.outcomes import Acted
+from schemas.reports import AgentOutcome, Report, SyncReport
 
 ROOTS = ("/data/run", "/mnt/disk/run")
 
@@ -44,10 +40,10 @@ ROOTS = ("/data/run", "/mnt/disk/run")
         ("/pause_generation", {}, PausePost("abort")),
         ("/pause_generation", {"mode": "retract"}, PausePost("keep")),
         ("/areal_pause_generation", {}, PausePost("abort")),
-        ("/resume", {}, ResumePost()),
-        ("/continue_generation", {}, ResumePost()),
-        ("/areal_continue_generation", {}, ResumePost()),
-        ("/reset_prefix_cache", {"reset_running_requests": True}, FlushPost()),
+        ("/resume", {}, Plain.RESUME),
+        ("/continue_generation", {}, Plain.RESUME),
+        ("/areal_continue_generation", {}, Plain.RESUME),
+        ("/reset_prefix_cache", {"reset_running_requests": True}, Plain.FLUSH),
         ("/update_weights", {"weight_dir": "/data/run/step_5"}, UpdatePost("step_5")),
         ("/update_weights", {"update_info": {"target_version": 7, "sync_dir": "s3://b"}}, DeltaPost("7")),
         (
@@ -55,34 +51,15 @@ ROOTS = ("/data/run", "/mnt/disk/run")
             {"model_path": "/mnt/disk/run/a/weight_v000003", "weight_version": "3"},
             UpdatePost("a/weight_v000003", "3"),
         ),
-        (
-            "/update_weights_from_disk",
-            {"model_path": "/data/run/w", "abort_all_requests": True},
-            UpdatePost("w"),
-        ),
+        ("/update_weights_from_disk", {"model_path": "/data/run/w", "abort_all_requests": True}, UpdatePost("w")),
         ("/areal_update_weights", {"model_path": "/data/run/w"}, UpdatePost("w")),
         (
             "/init_weight_transfer_engine",
             {"init_info": {"local_checkpoint_dir": "/data/run/local"}},
             TransferPost("local/weights"),
         ),
-        ("/collective_rpc", {"method": "skyrl_start_weight_update", "kwargs": {}}, PartPost()),
-        ("/collective_rpc", {"method": "skyrl_finish_weight_update"}, PartPost()),
-        ("/stop_profile", {}, StopProfilePost()),
-        (
-            "/start_profile",
-            {
-                "output_dir": "/tmp/x",
-                "num_steps": 3,
-                "start_step": None,
-                "activities": ["GPU"],
-                "profile_by_stage": False,
-                "with_stack": True,
-                "record_shapes": None,
-            },
-            StartProfilePost(ProfilePlan(window=Window(0, 3), activities=frozenset({"cuda"}), with_stack=True)),
-        ),
-        ("/start_profile", {}, StartProfilePost(ProfilePlan(activities=frozenset({"cpu", "cuda"})))),
+        ("/collective_rpc", {"method": "skyrl_start_weight_update", "kwargs": {}}, Plain.PART),
+        ("/collective_rpc", {"method": "skyrl_finish_weight_update"}, Plain.PART),
     ],
 )
 def test_a_post_means_one_thing(route: str, fields: dict[str, Any], meaning: routes.Meaning) -> None:
@@ -103,10 +80,7 @@ def test_a_post_means_one_thing(route: str, fields: dict[str, Any], meaning: rou
         ("/init_weight_transfer_engine", {"init_info": {"master_port": 1}}, "NCCL"),
         ("/collective_rpc", {"method": "update_weights_nccl"}, "skyrl_finish_weight_update"),
         ("/pause", {"mode": "whatever"}, "abort, wait, keep"),
-        ("/start_profile", {"num_steps": 0.5}, "positive number"),
-        ("/start_profile", {"start_step": 4}, "counts from the launch"),
-        ("/start_profile", {"activities": ["TPU"]}, "CPU, GPU"),
-        ("/start_profile", {"merge_profiles": True}, "merge_profiles can't be set"),
+        ("/start_profile", {}, "rolloutctl profile start"),
         ("/update_weights_from_distributed", {}, "NCCL"),
         ("/init_broadcaster", {}, "NCCL"),
         ("/load_lora_adapter", {"lora_name": "a"}, "adapter"),
@@ -125,139 +99,211 @@ def test_what_no_command_can_stand_for_is_refused_with_what_to_do(
 
 def test_only_listed_routes_go_to_the_engine_and_none_of_them_changes_it() -> None:
     assert is_passed("POST", "/generate") == routes.Passed(generates=True)
-    assert is_passed("GET", "/server_info") == routes.Passed()
+    assert is_passed("GET", "/v1/models") == routes.Passed()
     for verb, route in (("POST", "/pause"), ("GET", "/generate"), ("POST", "/update_weights"), ("POST", "/../pause")):
         assert is_passed(verb, route) is None
     assert not routes.CONTROL.keys() & (routes.GENERATION | routes.PASSED)
     assert not routes.REFUSED.keys() & {route for _, route in {*routes.CONTROL, *routes.GENERATION, *routes.PASSED}}
 
 
-# --- the machine ------------------------------------------------------------------------------------------------------
+# --- what follows from it ---------------------------------------------------------------------------------------------
 
-
-class Machine:
-    """Gives events, and keeps what is to be done."""
-
-    def __init__(self, replicas: int = 2) -> None:
-        self.state = GatewayState(replicas=replicas)
-        self.posts = 0
-
-    def post(self, replica: int, meaning: routes.Meaning, **more: Any) -> tuple[int, list[Any]]:
-        self.posts += 1
-        return self.posts, self.event(PostArrived(post=self.posts, replica=replica, meaning=meaning, **more))
-
-    def event(self, event: Any) -> list[Any]:
-        self.state, actions = decide(self.state, event)
-        return list(actions)
-
-    def committed(self, *replicas: int, weights: UpdatePost) -> None:
-        """A sync from its posts to answers that arrived."""
-        posts = [self.post(replica, weights)[0] for replica in replicas]
-        self.event(SyncEnded(number=self.state.number, status=200, message="v1 committed"))
-        for post in posts:
-            self.event(AnswerSent(post, True))
-
-
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 A, B = UpdatePost("a", "1"), UpdatePost("b", "2")
 
 
-def test_a_set_of_posts_is_one_sync_and_one_answer() -> None:
-    machine = Machine()
-    first, actions = machine.post(0, A)
-    assert actions == [Remind(1)]
-    second, actions = machine.post(1, A)
-    assert actions == [BeginSync(number=1, path="a", label="1", in_flight="abort")]
-    assert machine.event(MomentPassed(1)) == []
-    late, actions = machine.post(1, A)  # its first attempt timed out
-    assert actions == []
-    ended = SyncEnded(number=1, status=409, message="aborted")
-    assert machine.event(ended) == [Reply((first, second, late), 409, "aborted")]
-    assert machine.event(ended) == []
+class Plane:
+    """The control plane of two replicas. A sync ends as, and when, a test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []  # path and in_flight of each sync
+        self.commands: list[tuple[str, list[int]]] = []
+        self.has_committed = False
+        self._ends, self._status = anyio.Event(), "committed"
+
+    def view(self) -> Any:
+        joined = {f"{replica}.0": SimpleNamespace(joined=True) for replica in range(3)}
+        return SimpleNamespace(
+            state=SimpleNamespace(members=joined, retired=frozenset()), has_committed=self.has_committed
+        )
+
+    def sync_weights(self, _: None, source: Checkpoint, *, in_flight: str, timeout: float) -> Any:
+        self.asked.append((source.path, in_flight))
+        return self._report()
+
+    async def _report(self) -> SyncReport:
+        await self._ends.wait()
+        self._ends, status = anyio.Event(), self._status
+        return msgspec.convert(
+            {"version": len(self.asked), "status": status, "loaded": [0, 1], "quarantined": [], "phases": []},
+            SyncReport,
+        )
+
+    def end(self, status: str) -> None:
+        self._status = status
+        self._ends.set()
+
+    async def publish(self, command: EngineCommand, replicas: list[int]) -> Report:
+        self.commands.append((command.operation, replicas))
+        outcomes = tuple(AgentOutcome(agent=f"{replica}.0", conclusion=Acted(calls=())) for replica in replicas)
+        return Report(seq=1, origin=1, command=command, outcomes=outcomes)
 
 
-def test_after_a_moment_the_whole_fleet_is_synced_even_if_one_was_not_asked() -> None:
-    machine = Machine(3)
-    machine.post(2, A)
-    assert machine.event(MomentPassed(1)) == [BeginSync(number=1, path="a", label="1", in_flight="abort")]
-    assert machine.event(MomentPassed(1)) == []
-    machine.event(SyncEnded(number=1, status=200, message="committed"))
-    late, actions = machine.post(0, A)
-    assert actions == [Reply((late,), 200, "committed")]
+class Trainer:
+    """Posts, each in a task of its own."""
+
+    def __init__(self, folder: Path, tasks: TaskGroup, replicas: int, moment_s: float) -> None:
+        self.plane, self.folder, self.tasks = Plane(), folder, tasks
+        self.posts = Posts(self.plane, replicas, folder, 60.0, moment_s)  # type: ignore[arg-type]
+
+    def write(self, name: str, text: str) -> None:
+        (self.folder / name).mkdir(exist_ok=True)
+        (self.folder / name / "model.safetensors").write_text(text)
+
+    async def post(self, replica: int, meaning: routes.Meaning, *, gone: bool = False) -> list[Answer]:
+        """Post, and let all that it begins go as far as it gets. Returns its answer, once that is there."""
+        answers: list[Answer] = []
+
+        async def run() -> None:
+            async def is_disconnected() -> bool:
+                return gone
+
+            answers.append(await self.posts.answer(replica, meaning, is_disconnected))
+
+        self.tasks.start_soon(run)
+        await settled()
+        return answers
+
+    async def end(self, status: str = "committed") -> None:
+        self.plane.end(status)
+        await settled()
 
 
-def test_an_answer_that_never_arrived_is_given_again_and_one_that_did_is_not() -> None:
-    machine = Machine()
-    lost, arrived = machine.post(0, A)[0], machine.post(1, A)[0]
-    machine.event(SyncEnded(number=1, status=200, message="committed"))
-    machine.event(AnswerSent(lost, False))
-    machine.event(AnswerSent(arrived, True))
-    again, actions = machine.post(0, A)
-    assert actions == [Reply((again,), 200, "committed")]
-    machine.event(AnswerSent(again, True))
-    assert machine.post(0, A)[1] == [Remind(2)]
+async def settled() -> None:
+    """Until nothing goes on: files are looked at, and syncs asked for, in threads."""
+    threads = to_thread.current_default_thread_limiter()
+    while True:
+        await anyio.wait_all_tasks_blocked()
+        if not threads.borrowed_tokens:
+            return
+        await anyio.lowlevel.checkpoint()
 
 
-def test_other_weights_for_another_replica_refuse_the_whole_set() -> None:
-    machine = Machine()
-    first, _ = machine.post(0, A)
-    second, (reply,) = machine.post(1, B)
-    assert (reply.posts, reply.status) == ((first, second), 409) and "moves together" in reply.message
-    assert machine.event(MomentPassed(1)) == []
-    assert machine.post(0, A)[1] == [Remind(2)]
+@asynccontextmanager
+async def trainer(folder: Path, replicas: int = 2, moment_s: float = 3600.0) -> AsyncIterator[Trainer]:
+    async with anyio.create_task_group() as tasks:
+        made = Trainer(folder, tasks, replicas, moment_s)
+        tasks.start_soon(made.posts.serve)
+        await settled()
+        yield made
+        tasks.cancel_scope.cancel()
 
 
-def test_other_weights_during_a_sync_are_refused_and_the_sync_goes_on() -> None:
-    machine = Machine(1)
-    first, _ = machine.post(0, A)
-    other, (reply,) = machine.post(0, B)
-    assert (reply.posts, reply.status) == ((other,), 409)
-    assert machine.event(SyncEnded(number=1, status=200, message="ok")) == [Reply((first,), 200, "ok")]
+async def test_a_set_of_posts_is_one_sync_and_one_answer(tmp_path: Path) -> None:
+    async with trainer(tmp_path) as one:
+        first = await one.post(0, A)
+        assert one.plane.asked == []
+        second = await one.post(1, A)
+        assert one.plane.asked == [("a", "abort")]
+        late = await one.post(1, A)  # its first attempt timed out
+        assert first == second == late == []
+        await one.end("aborted")
+        assert first[0][0] == 409 and first == second == late and len(one.plane.asked) == 1
 
 
-def test_a_pause_is_acknowledged_and_its_mode_is_that_of_the_sync() -> None:
-    machine = Machine(1)
-    assert isinstance(machine.post(0, PausePost("keep"))[1][0], Reply)
-    assert isinstance(machine.post(0, FlushPost())[1][0], Reply)
-    (begin,) = machine.post(0, A)[1]
-    assert begin.in_flight == "keep"
-    machine.event(SyncEnded(number=1, status=200, message="ok"))
-    assert isinstance(machine.post(0, ResumePost())[1][0], Reply)
-    assert isinstance(machine.post(0, ResumePost())[1][0], Reply)
+async def test_after_a_moment_the_whole_fleet_is_synced_even_if_one_was_not_asked(tmp_path: Path) -> None:
+    async with trainer(tmp_path, 3, moment_s=0.0) as one:
+        asked = await one.post(2, A)
+        assert one.plane.asked == [("a", "abort")]
+        await one.end()
+        assert await one.post(0, A) == asked and asked[0][0] == 200 and len(one.plane.asked) == 1
 
 
-def test_a_resume_or_a_flush_without_an_update_is_a_command() -> None:
-    machine = Machine()
-    post, actions = machine.post(1, FlushPost())
-    assert actions == [CommandReplica(post, 1, EngineCommand(operation="flush"))]
-    machine.committed(0, 1, weights=A)
-    machine.post(1, PausePost())
-    post, actions = machine.post(1, ResumePost())
-    assert actions == [CommandReplica(post, 1, EngineCommand(operation="resume"))]
+async def test_an_answer_that_never_arrived_is_given_again_and_one_that_did_is_not(tmp_path: Path) -> None:
+    async with trainer(tmp_path) as one:
+        lost, arrived = await one.post(0, A, gone=True), await one.post(1, A)
+        await one.end()
+        assert await one.post(0, A) == lost == arrived
+        assert await one.post(0, A) == [] and len(one.plane.asked) == 1  # waits for those of the other replica
 
 
-def test_replicas_that_are_profiled_one_after_the_other_share_a_step_of_the_run() -> None:
-    machine, plan = Machine(), ProfilePlan()
-    start = StartProfilePost(plan)
-
-    def step(replica: int, seq: int) -> int:
-        (action,) = machine.post(replica, start, seq=seq)[1]
-        assert action.command == ProfileCommand(action="start", step=action.command.step, plan=plan)
-        return int(action.command.step)
-
-    assert [step(0, 7), step(1, 8)] == [8, 8]
-    assert [step(1, 9), step(0, 10)] == [10, 10]
-    (stop,) = machine.post(0, StopProfilePost())[1]
-    assert stop.command == ProfileCommand(action="stop", step=10)
-    (refused,) = Machine().post(0, StopProfilePost())[1]
-    assert refused.status == 400
+async def test_other_weights_for_another_replica_refuse_the_whole_set(tmp_path: Path) -> None:
+    async with trainer(tmp_path) as one:
+        first = await one.post(0, A)
+        ((status, message),) = await one.post(1, B)
+        assert first == [(status, message)] and status == 409 and "moves together" in message
+        assert await one.post(0, A) == [] == one.plane.asked
+        await one.post(1, A)
+        assert one.plane.asked == [("a", "abort")]
 
 
-def test_deltas_need_the_folder_that_the_trainer_names_at_its_start() -> None:
-    machine = Machine(1)
-    (reply,) = machine.post(0, DeltaPost("1"))[1]
-    assert reply.status == 409 and "Start the trainer again" in reply.message
-    assert machine.post(0, TransferPost("local/weights"))[1] == []
-    (reply,) = machine.post(0, DeltaPost("1"), unchanged=True)[1]
-    assert reply.status == 200 and "no weight has changed" in reply.message
-    (begin,) = machine.post(0, DeltaPost("2"))[1]
-    assert (begin.path, begin.label) == ("local/weights", "2")
+async def test_other_weights_during_a_sync_are_refused_and_the_sync_goes_on(tmp_path: Path) -> None:
+    async with trainer(tmp_path, 1) as one:
+        first = await one.post(0, A)
+        ((status, message),) = await one.post(0, B)
+        assert status == 503 and "ask again when it has ended" in message
+        await one.end()
+        assert first[0][0] == 200
+
+
+async def test_an_answer_belongs_to_the_files_and_not_to_their_path(tmp_path: Path) -> None:
+    async with trainer(tmp_path, 1) as one:
+        one.write("a", "first")
+        await one.post(0, A, gone=True)
+        await one.end()
+        one.write("a", "the other")
+        await one.post(0, A)
+        assert len(one.plane.asked) == 2
+        one.write("a", "the third one")
+        ((status, message),) = await one.post(0, A)
+        assert status == 503 and "a, which was written again" in message
+
+
+async def test_files_that_change_before_the_sync_begins_are_those_that_it_loads(tmp_path: Path) -> None:
+    async with trainer(tmp_path) as one:
+        one.write("a", "first")
+        await one.post(0, A, gone=True)
+        one.write("a", "the newest")
+        await one.post(1, A)
+        await one.end()
+        assert len(await one.post(0, A)) == 1 == len(one.plane.asked)
+
+
+async def test_a_pause_is_acknowledged_and_its_mode_is_that_of_the_sync(tmp_path: Path) -> None:
+    async with trainer(tmp_path, 1) as one:
+        assert await one.post(0, PausePost("keep")) and await one.post(0, Plain.FLUSH)
+        await one.post(0, A)
+        assert one.plane.asked == [("a", "keep")]
+        await one.end()
+        assert await one.post(0, Plain.RESUME) and await one.post(0, Plain.RESUME)
+        assert one.plane.commands == []
+
+
+async def test_a_resume_or_a_flush_without_an_update_is_a_command(tmp_path: Path) -> None:
+    async with trainer(tmp_path) as one:
+        assert (await one.post(1, Plain.FLUSH))[0][0] == 200
+        await one.post(0, A)
+        await one.post(1, A)
+        await one.end()
+        await one.post(1, PausePost())
+        assert (await one.post(1, Plain.RESUME))[0][0] == 200
+        assert one.plane.commands == [("flush", [1]), ("resume", [1])]
+
+
+async def test_deltas_need_the_folder_that_the_trainer_names_at_its_start(tmp_path: Path) -> None:
+    async with trainer(tmp_path, 1) as one:
+        ((status, message),) = await one.post(0, DeltaPost("1"))
+        assert status == 409 and "Start the trainer again" in message
+        one.posts.note_transfer(TransferPost("local"))
+        ((status, message),) = await one.post(0, DeltaPost("1"))
+        assert status == 200 and "no weight has changed" in message
+        one.write("local", "patched")
+        await one.post(0, DeltaPost("2"))
+        assert one.plane.asked == [("local", "abort")]
+
+
+async def test_what_still_waits_when_the_gateway_ends_is_answered_503(tmp_path: Path) -> None:
+    async with anyio.create_task_group() as tasks, trainer(tmp_path) as one:
+        one.tasks = tasks  # posts that outlive it
+        waiting = await one.post(0, A)
+    assert waiting == [(503, "the gateway ends")]

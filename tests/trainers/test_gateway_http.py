@@ -1,9 +1,12 @@
-"""The gateway's HTTP server: what streams through, who may come in, what is bounded, and profiling by hand."""
+"""The gateway's HTTP server: what streams through, who may come in, what is bounded, and what it waits for."""
 
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,14 +14,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from controlplane.analysis.invariants import verify
 from controlplane.cli.gateway import gateway as command
 from controlplane.plane import ControlPlane
-from controlplane.record.invariants import verify
 from controlplane.record.log import RunLog
 from controlplane.trainers.gateway.service import BODY_BYTES_MAX, Gateway
-from schemas.errors import AddressInUse, ConfigError
+from schemas.errors import AddressInUse, ConfigError, ExtraMissing
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
-from tests.running import started
+from tests.pages import blocks
+from tests.running import environment, started
 from tests.trainers.gateway_fleet import GatewayFleet, digest_of, gateway_fleet, on_a_thread
 from tests.trainers.posting_trainers import HTTP
 
@@ -37,9 +41,11 @@ def server() -> Iterator[HttpServer]:
 
 @contextmanager
 def gateway(folder: Path, engine: str = "", **options: Any) -> Iterator[Gateway]:
-    """One for one replica, without agents."""
+    """One for one replica, without agents: it waits for them for a moment only."""
     with ControlPlane("tcp://127.0.0.1:0", log=folder / "run.db", checkpoints=folder) as plane:
-        served = Gateway(plane, replicas=1, checkpoints=folder, engines=[engine] if engine else [], **options)
+        served = Gateway(
+            plane, replicas=1, checkpoints=folder, engines=[engine] if engine else [], timeout_s=0.2, **options
+        )
         with on_a_thread(served.serve):
             yield served
 
@@ -78,7 +84,7 @@ def test_tokens_stream_through_as_they_come(tmp_path: Path) -> None:
     slow = Slow()
     with (
         gateway(tmp_path, slow.url) as served,
-        HTTP.stream("POST", f"{served.base_urls()[0]}/generate", json={}, timeout=20) as answer,
+        HTTP.stream("POST", f"{served.base_urls()[0]}/tokenize", json={}, timeout=20) as answer,
     ):
         assert answer.headers["content-type"] == "text/event-stream"
         pieces = answer.iter_raw()
@@ -90,17 +96,29 @@ def test_tokens_stream_through_as_they_come(tmp_path: Path) -> None:
 def test_a_request_whose_client_has_gone_is_given_up_at_the_engine(tmp_path: Path) -> None:
     slow = Slow()
     with gateway(tmp_path, slow.url) as served:
-        with HTTP.stream("POST", f"{served.base_urls()[0]}/generate", json={}, timeout=20) as answer:
+        with HTTP.stream("POST", f"{served.base_urls()[0]}/tokenize", json={}, timeout=20) as answer:
             assert next(answer.iter_raw()) == b"first"
         assert slow.client_gone.wait(20)
 
 
 def test_what_is_passed_on_has_no_limit_and_keeps_its_query_and_status(tmp_path: Path, server: HttpServer) -> None:
     with gateway(tmp_path, server.url) as served:
-        answer = HTTP.post(f"{served.base_urls()[0]}/generate?a=1&b=%20", content=BIG, timeout=20)
+        answer = HTTP.post(f"{served.base_urls()[0]}/tokenize?a=1&b=%20", content=BIG, timeout=20)
         assert (answer.status_code, answer.content) == (200, BIG)
-        assert server.requests[0].path == "/generate?a=1&b=%20"
-        assert HTTP.get(f"{served.base_urls()[0]}/server_info").status_code == 200
+        assert server.requests[0].path == "/tokenize?a=1&b=%20"
+        assert HTTP.get(f"{served.base_urls()[0]}/version").status_code == 200
+
+
+def test_what_a_server_says_of_itself_has_the_address_of_the_gateway_and_the_query_and_key_of_the_client(
+    tmp_path: Path,
+) -> None:
+    info = {"host": "0.0.0.0", "port": 30000, "tp_size": 2}
+    with HttpServer(lambda _: (200, info)) as engine, gateway(tmp_path, engine.url) as served:
+        url = f"{served.base_urls()[0]}/server_info?config_format=json"
+        answer = HTTP.get(url, headers={"authorization": "Bearer of-the-engine"}).json()
+        assert answer == {"host": "127.0.0.1", "port": int(served.url.rpartition(":")[2]), "tp_size": 2}
+        (request,) = engine.requests
+        assert (request.path, request.token) == ("/server_info?config_format=json", "of-the-engine")
 
 
 def test_a_post_that_is_answered_here_is_bounded_and_must_be_json(tmp_path: Path, server: HttpServer) -> None:
@@ -130,7 +148,7 @@ def test_a_dead_engine_is_a_502_and_no_engine_at_all_is_refused(tmp_path: Path) 
         port = unused.getsockname()[1]
     (tmp_path / "a").mkdir()
     with gateway(tmp_path / "a", f"http://127.0.0.1:{port}") as served:
-        answer = HTTP.post(f"{served.base_urls()[0]}/generate", json={})
+        answer = HTTP.post(f"{served.base_urls()[0]}/tokenize", json={})
         assert answer.status_code == 502 and f"127.0.0.1:{port}" in answer.json()["message"]
     (tmp_path / "b").mkdir()
     with gateway(tmp_path / "b") as served:
@@ -142,6 +160,7 @@ def test_a_fleet_without_agents_is_unhealthy_and_an_update_is_answered(tmp_path:
     with gateway(tmp_path, server.url) as served:
         url = served.base_urls()[0]
         assert HTTP.get(f"{url}/health").status_code == 503
+        assert HTTP.post(f"{url}/generate", json={}).status_code == 503 and server.requests == []
         missing = HTTP.post(f"{url}/update_weights", json={"weight_dir": str(tmp_path / "step_1")})
         assert missing.status_code == 409 and "step_1" in missing.json()["message"]
         assert HTTP.post(f"{url}/resume").status_code == 200
@@ -154,13 +173,13 @@ def test_with_a_token_only_its_holders_come_in_and_the_engine_does_not_see_it(
     with gateway(tmp_path, server.url, host="0.0.0.0", token="letmein", engine_key="engines") as served:
         url = f"http://127.0.0.1:{served.url.rpartition(':')[2]}/replica/0"
         for headers in ({}, {"authorization": "Bearer other"}, {"authorization": "letmein"}):
-            assert HTTP.post(f"{url}/generate", json={}, headers=headers).status_code == 401
+            assert HTTP.post(f"{url}/tokenize", json={}, headers=headers).status_code == 401
         assert server.requests == []
         good = {"authorization": "Bearer letmein"}
-        assert HTTP.post(f"{url}/generate", json={}, headers=good).status_code == 200
+        assert HTTP.post(f"{url}/tokenize", json={}, headers=good).status_code == 200
         assert [request.token for request in server.requests] == ["engines"]
         workers = HTTP.get(f"{url.removesuffix('/replica/0')}/workers", headers=good).json()
-        assert workers == {"workers": [{"url": url}]}
+        assert workers == {"workers": []}
 
 
 def test_an_address_that_others_can_reach_needs_a_token_and_a_used_port_is_named(tmp_path: Path) -> None:
@@ -193,34 +212,31 @@ def test_a_trainer_that_asks_one_replica_moves_the_whole_fleet(fleet: GatewayFle
     assert late.json() == answer.json() and len(fleet.syncs()) == 1
 
 
-def test_a_fleet_is_profiled_by_hand_as_slime_does(fleet: GatewayFleet) -> None:
-    """`tools/profile_rollout.py` of slime, 624b824a8: the workers of a router, then one after the other."""
-    workers = HTTP.get(f"{fleet.gateway.url}/workers").json()["workers"]
-    payload = {
-        **{"output_dir": "/tmp/sglang_profile", "num_steps": 3, "activities": ["CPU"]},
-        **{"profile_by_stage": False, "with_stack": False, "record_shapes": False},
-    }
-    for replica, worker in enumerate(workers):  # torch has one profiler in a process, and both engines are in this one
-        answer = HTTP.post(f"{worker['url']}/start_profile", json=payload, timeout=30)
-        answer.raise_for_status()
-        assert f"/replica_{replica}" in answer.json()["message"]
-        fleet.generates_on()
-        HTTP.post(f"{worker['url']}/stop_profile", json={}, timeout=30).raise_for_status()
-    (step,) = (fleet.folder / "traces").iterdir()
-    assert sorted(path.parent.name for path in step.glob("*/*.json*")) == ["replica_0", "replica_1"]
-
-
-def test_a_profile_that_the_engine_cannot_record_is_a_500_with_its_reason(fleet: GatewayFleet) -> None:
-    answer = HTTP.post(f"{fleet.urls[0]}/start_profile", json={"activities": ["GPU"]}, timeout=30)
-    assert answer.status_code == 500 and "cuda" in answer.json()["message"]
-    assert HTTP.post(f"{fleet.urls[1]}/stop_profile", timeout=30).status_code == 400
+def test_an_update_waits_for_replicas_that_never_joined(tmp_path: Path) -> None:
+    with gateway_fleet(tmp_path, joined=1, moment_s=0.05) as fleet, ThreadPoolExecutor() as pool:
+        body = {"model_path": str(fleet.write("v1", 1))}
+        asked = pool.submit(HTTP.post, f"{fleet.urls[0]}/update_weights_from_disk", json=body, timeout=30)
+        with pytest.raises(TimeoutError):
+            asked.result(timeout=0.5)
+        fleet.start_agent(1)
+        assert asked.result().status_code == 200, asked.result().text
+        assert fleet.digests() == [digest_of(1)] * 2
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
 def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
-    words = ("-m", "controlplane.cli", "gateway", "--bus", "tcp://127.0.0.1:0", "--listen", "127.0.0.1:0", "--ports")
+    words = (
+        "-m",
+        "controlplane.cli",
+        "gateway",
+        "--address",
+        "tcp://127.0.0.1:0",
+        "--listen",
+        "127.0.0.1:0",
+        "--ports",
+    )
     with started(*words, "--replicas", "2", "--log", tmp_path / "run.db", cwd=tmp_path) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(3)]
@@ -231,6 +247,26 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     assert list(verify(RunLog.read(tmp_path / "run.db"))) == []
+
+
+def test_the_block_of_the_page_brings_a_tiny_engine_to_a_checkpoint(tmp_path: Path) -> None:
+    (block,) = blocks("docs/trainers/gateway.md", "sh")
+    ports = {}
+    for port in ("5555", "8400"):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            ports[port] = free.getsockname()[1]
+    places = f"--address tcp://127.0.0.1:{ports['5555']} --listen 127.0.0.1:{ports['8400']}"
+    for written, here in (
+        *((port, str(free)) for port, free in ports.items()),
+        ("--replicas 1", f"--replicas 1 {places}"),
+        ("--engine tiny", "--engine tiny --state-dir state"),
+        ("rolloutctl", f"{sys.executable} -m controlplane.cli"),
+        ("python -c", f"{sys.executable} -c"),
+    ):
+        block = block.replace(written, here)
+    shell = ["bash", "-c", f"set -m\n{block}wait"]
+    done = subprocess.run(shell, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100)
+    assert "weights v1 committed on replica 0" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -244,7 +280,7 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     ],
 )
 def test_bad_options_are_one_clear_line(tmp_path: Path, options: tuple[str, ...], says: str) -> None:
-    everywhere = ["--bus", "tcp://127.0.0.1:0", "--log", str(tmp_path / "run.db")]
+    everywhere = ["--address", "tcp://127.0.0.1:0", "--log", str(tmp_path / "run.db")]
     error = CliRunner().invoke(command, [*everywhere, *options]).exception
     assert isinstance(error, ConfigError) and says in str(error) and "\n" not in str(error)
 
@@ -252,4 +288,4 @@ def test_bad_options_are_one_clear_line(tmp_path: Path, options: tuple[str, ...]
 def test_without_its_extra_the_command_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("controlplane.cli.gateway.find_spec", lambda name: None)
     error = CliRunner().invoke(command, ["--replicas", "1", "--log", str(tmp_path / "run.db")]).exception
-    assert isinstance(error, ConfigError) and "rolloutctl[gateway]" in str(error)
+    assert isinstance(error, ExtraMissing) and "its extra `gateway`" in str(error)

@@ -21,11 +21,12 @@ def engine(request: HttpRequest) -> Reply:
     match request.verb, request.path.partition("?")[0]:
         case "GET", "/v1/models":
             return 200, {"data": [{"id": MODEL}]}
-        case "GET", "/server_info":
-            return 200, {"tp_size": 1, "pp_size": 1, "dp_size": 1, "ep_size": 1, "disaggregation_mode": "null"}
+        case "GET", "/server_info" | "/get_server_info":
+            sizes = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "ep_size": 1}
+            return 200, {**sizes, "disaggregation_mode": "null", "host": "0.0.0.0", "port": 30000}
         case "GET", "/get_world_size":
             return 200, {"world_size": 1}
-        case "GET", "/health":
+        case "GET", "/health" | "/health_generate":
             return 200, b""
         case "GET", "/model_info":
             return 200, {"weight_version": "3", "model_path": "/m"}
@@ -167,6 +168,7 @@ def test_miles_pulls_on_its_engines_and_loads_the_local_checkpoint(
 ) -> None:
     local = ports.folder / "run" / "local"
     trainer = Miles(ports.addresses, local)
+    trainer.init_external()
     for version in (4, 5):  # whatever it counts, and whatever the run counts
         ports.write("local", version)
         trainer.reload(ports.folder / "deltas", str(version))
@@ -241,3 +243,66 @@ def test_a_replica_that_comes_back_after_its_checkpoint_was_removed_waits_for_th
         assert fleet.syncs()[-1] == ("committed", (0, 1, 2)) and fleet.digests() == [digest_of(2)] * 3
         assert HTTP.get(f"{fleet.urls[2]}/health").status_code == 200
         assert HTTP.post(f"{fleet.urls[2]}/generate", json={}).status_code == 200
+
+
+def test_a_replica_that_missed_updates_or_was_retired_gets_no_requests_and_is_in_no_list(
+    tmp_path: Path, servers: list[HttpServer]
+) -> None:
+    """Its agent is killed and its engine lives on, with the weights of two updates ago."""
+    with gateway_fleet(tmp_path, replicas=3, engines=[servers[0].url] * 3) as fleet:
+
+        def workers() -> list[str]:
+            return [worker["url"] for worker in HTTP.get(f"{fleet.gateway.url}/workers").json()["workers"]]
+
+        def asked() -> tuple[int, str]:
+            answer = HTTP.post(f"{fleet.urls[2]}/generate", json={})
+            return answer.status_code, answer.text
+
+        assert asked()[0] == 200 and workers() == fleet.urls
+        fleet.stop_agent(2)
+        wait_until(lambda: asked()[0] == 503)
+        trainer = PrimeRL(fleet.urls)
+        for step in (1, 2):
+            asyncio.run(trainer.update_weights(fleet.write(f"step_{step}", step)))
+        assert "its agent is left" in asked()[1] and workers() == fleet.urls[:2]
+        fleet.plane.retire(2).wait()
+        assert "it was retired" in asked()[1] and workers() == fleet.urls[:2]
+        assert HTTP.get(f"{fleet.urls[2]}/health").status_code == 503
+        assert HTTP.post(f"{fleet.urls[0]}/generate", json={}).status_code == 200
+
+
+def test_during_an_update_requests_go_on_to_the_engines_that_take_part(fleet: GatewayFleet) -> None:
+    trainer = PrimeRL(fleet.urls)
+    asyncio.run(trainer.update_weights(fleet.write("step_1", 1)))
+    for gated in fleet.engines:
+        gated.may_load.clear()
+
+    async def update() -> None:
+        updating = asyncio.create_task(trainer.update_weights(fleet.write("step_2", 2)))
+        await until(lambda: fleet.plane.serving() == {})  # paused
+        for url in fleet.urls:
+            answer = await asyncio.to_thread(HTTP.post, f"{url}/generate", json={})
+            assert answer.status_code == 200, answer.text
+        for gated in fleet.engines:
+            gated.may_load.set()
+        await updating
+
+    asyncio.run(update())
+
+
+def test_a_trainer_that_went_back_a_step_loads_what_it_wrote_to_the_same_path(fleet: GatewayFleet) -> None:
+    """Killed in an update, whose answer nobody reads; restarted a step earlier, it writes other weights there."""
+    for gated in fleet.engines:
+        gated.may_load.clear()
+    body = {"weight_dir": str(fleet.write("step_1", 1))}
+    for url in fleet.urls:
+        with pytest.raises(httpx.ReadTimeout):
+            HTTP.post(f"{url}/update_weights", json=body, timeout=0.2)
+    fleet.write("step_1", 2)
+    early = HTTP.post(f"{fleet.urls[0]}/update_weights", json=body)
+    assert early.status_code == 503 and "written again" in early.json()["message"]
+    for gated in fleet.engines:
+        gated.may_load.set()
+    wait_until(lambda: len(fleet.syncs()) == 1)
+    asyncio.run(PrimeRL(fleet.urls).update_weights(fleet.folder / "run" / "step_1"))
+    assert fleet.digests() == [digest_of(2)] * 2 and len(fleet.syncs()) == 2

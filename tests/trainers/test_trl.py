@@ -13,8 +13,8 @@ from typing import Final
 import psutil
 import pytest
 
-from controlplane.cli.reducers import replay_log
-from controlplane.record.invariants import verify
+from controlplane.analysis.invariants import verify
+from controlplane.cli.replay_log import replay_log
 from controlplane.record.log import RunLog
 from tests.engines.servers import free_port
 from tests.environments import python

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from controlplane.cli.recorded import RecordedRun
+from controlplane.replay.recorded_run import RecordedRun
 from schemas.commands import EpochStart, ProfileCommand, Pushed, WeightSync
 from schemas.events import SnapshotReceived
 from schemas.outcomes import Acted

@@ -1,7 +1,7 @@
 """Stand-ins for what tools `npu` and `precision_debugger` call, since the packages themselves need Ascend.
 
-`test_profiler_wheels.py` compares these signatures with the source of torch_npu 2.14.0 and mindstudio-probe 26.2.0.
-Each stand-in has the signature of the original, notes its calls, and writes a file where the package would.
+Each stand-in has the signature that torch_npu 2.14.0 or mindstudio-probe 26.2.0 has, notes its calls, and writes a file
+where the package would.
 """
 
 import sys

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.carriers.sockets import Context
+from schemas.transport.sockets import Context
 from tests.unit.small_bus import Bus, Engine, Run, running
 
 

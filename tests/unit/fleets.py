@@ -1,17 +1,18 @@
 """A coordinator without a bus, which tests feed with the events of agents."""
 
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from controlplane.machine import events
 from controlplane.machine.coordinator import CoordinatorState, decide
-from schemas.commands import Checkpoint, Command, Target
+from schemas.agent_status import AgentStatus
+from schemas.commands import AdapterRequest, Checkpoint, Command, Manifest, Source, Target
 from schemas.desired import Desired
 from schemas.identity import ROLLOUT, RolloutMode, identity_of
 from schemas.outcomes import Acted, ErrorKind, Failed, Missing, Outcome, Reason, Skipped
-from schemas.reports import AgentStatus, Report, SyncReport
+from schemas.reports import Report, SyncReport
 from schemas.wire import CommandRecord, Downward, Hello, Replay, Snapshot, decode_command
 
 SETTINGS = events.CoordinatorSettings(
@@ -60,10 +61,12 @@ class Coordinator:
         at_us: int = 0,
         recorded: int = 0,
         mode: RolloutMode = RolloutMode.HYBRID,
+        nnodes: int = 2,
+        gpus: int = 1,
     ) -> None:
         identity = identity_of(agent)
         if identity.role == ROLLOUT:
-            identity = replace(identity, nnodes=2, mode=mode)
+            identity = replace(identity, nnodes=nnodes, gpus_per_node=gpus, mode=mode)
         greeting = Hello(identity=identity, incarnation=incarnation, journal="j", host="node-1", pid=42)
         self.feed(
             events.HelloReceived(
@@ -93,6 +96,7 @@ class Coordinator:
         target: Target | None = None,
         timeout_ms: int = 30_000,
         at_us: int = 0,
+        at_ns: int = 0,
         operator: bool = False,
         force: bool = False,
     ) -> int:
@@ -101,7 +105,7 @@ class Coordinator:
         self.feed(
             events.Issued(
                 at_us=at_us,
-                at_ns=0,
+                at_ns=at_ns,
                 ticket=self.tickets,
                 command=body,
                 target=target or Target(),
@@ -119,10 +123,15 @@ class Coordinator:
         quorum: int | None = None,
         path: str | None = None,
         target: Target | None = None,
-        absent: events.Absent = "leave",
-        prepare: int | None = None,
+        on_unreachable: events.OnUnreachable = "skip",
+        source: Source | None = None,
+        manifest: Manifest | None = None,
+        sends: bool = False,
+        adapter: str | None = None,
+        base: int | None = None,
+        keep: int = 2,
     ) -> int:
-        """Ask for a weight sync; returns its ticket."""
+        """Ask for a sync of weights, or of an `adapter`; returns its ticket."""
         self.tickets += 1
         self.feed(
             events.SyncRequested(
@@ -130,22 +139,17 @@ class Coordinator:
                 at_ns=0,
                 ticket=self.tickets,
                 version=version,
-                source=Checkpoint(path or f"v{version}"),
-                manifest=None,
+                source=source or Checkpoint(path or f"v{version}"),
+                manifest=manifest,
                 in_flight="wait",
                 quorum=quorum,
                 target=target or Target(),
                 timeout_ms=30_000,
-                absent=absent,
-                prepare=prepare,
+                on_unreachable=on_unreachable,
+                sends=sends,
+                adapter=AdapterRequest(name=adapter, base=base, keep=keep) if adapter is not None else None,
             )
         )
-        return self.tickets
-
-    def ask(self, sync: int, phase: Literal["load", "commit", "abort"], at_us: int = 0) -> int:
-        """Ask for a phase of a sync; returns the ticket of the phase."""
-        self.tickets += 1
-        self.feed(events.PhaseRequested(at_us=at_us, at_ns=0, ticket=self.tickets, sync=sync, phase=phase))
         return self.tickets
 
     def retire(self, *places: str) -> int:

@@ -5,27 +5,30 @@ from pathlib import Path
 import msgspec
 
 from schemas import wire
-from schemas.carriers.framed_file import FramedFile, FrameReader
-from schemas.events import Effect, Event
-from workers.link.journal import DECISIONS, Entry, entries_decoder
+from schemas.events import Decision, Effect, Event
+from schemas.storage.record_file import RecordFile
+from schemas.storage.records import RecordReader
+
+_decoder = msgspec.msgpack.Decoder(Decision)
 
 
-def entries(path: Path) -> list[Entry]:
+def entries(path: Path) -> list[Decision]:
     """The decisions that are kept in a journal."""
-    with FrameReader.open(path) as file:
-        groups = [entries_decoder.decode(frame.payload) for frame in file.frames() if frame.kind == DECISIONS]
-    return [entry for group in groups for entry in group]
+    with RecordReader.open(path) as file:
+        return [_decoder.decode(record.body) for record in file.records()]
 
 
-def append(path: Path, added: list[Entry], header: dict[str, str] | None = None) -> None:
+def append(path: Path, added: list[Decision], header: dict[str, str] | None = None) -> None:
     """Write decisions behind those of a journal, or into a new one."""
-    with FramedFile.create_or_open(path, header or {}, flush=False) as file:
-        file.append(DECISIONS, wire.encode(added))
+    with RecordFile.open(path, header or {}) as file:
+        agent = file.header["agent"]
+        for decision in added:
+            file.append("made by hand", agent, 1, wire.encode(decision))
 
 
-def entry(event: Event | msgspec.Raw, effects: tuple[Effect, ...]) -> Entry:
+def entry(event: Event | msgspec.Raw, effects: tuple[Effect, ...]) -> Decision:
     """A decision."""
-    return Entry(1, msgspec.Raw(wire.encode(event)), msgspec.Raw(wire.encode(effects)))
+    return Decision(msgspec.Raw(wire.encode(event)), msgspec.Raw(wire.encode(effects)))
 
 
 def decoded(event: msgspec.Raw) -> Event:

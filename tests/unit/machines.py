@@ -14,10 +14,12 @@ from schemas.events import (
     Event,
     Fault,
     Load,
+    LoadAdapter,
     MachineSettings,
     Observation,
     Pause,
     Perform,
+    Restore,
     Resume,
     Returned,
     Sleep,
@@ -25,6 +27,7 @@ from schemas.events import (
     Started,
     StartProfile,
     StopProfile,
+    UnloadAdapter,
     Wake,
 )
 from schemas.identity import Identity, Operation
@@ -124,8 +127,15 @@ def after(seen: Observation, call: Call) -> Observation:
             return replace(seen, asleep=asleep - call.tags)
         case Load():
             return replace(seen, version=call.version)
+        case Restore():
+            return replace(seen, version=0)
         case StartProfile() | StopProfile():
             return replace(seen, profiling=isinstance(call, StartProfile))
+        case LoadAdapter() if seen.adapters is not None:
+            return replace(seen, adapters={**seen.adapters, call.adapter.model: call.adapter.path})
+        case UnloadAdapter() if seen.adapters is not None:
+            others = {model: path for model, path in seen.adapters.items() if model != call.model}
+            return replace(seen, adapters=others)
         case _:
             return seen
 

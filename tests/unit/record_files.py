@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from schemas.carriers.record_file import RecordFile
-from schemas.carriers.records import Record, RecordReader
+from schemas.storage.record_file import RecordFile
+from schemas.storage.records import Record, RecordReader
 
 HEADER = {"run": "01J", "logic": "1"}
 

@@ -9,15 +9,15 @@ import anyio
 import msgspec
 
 from schemas import wire
-from schemas.carriers.sockets import Context, bus_publisher, bus_router
 from schemas.commands import Command, EngineCommand, Target
 from schemas.config import AgentConfig
 from schemas.desired import Desired
 from schemas.events import Call, Decision, Load, Observation, Pause, Resume, Returned
 from schemas.identity import Identity, OnLostBus, Operation
+from schemas.transport.sockets import Context, bus_publisher, bus_router
 from tests.unit.journal_files import entries
 from workers.agent import Agent
-from workers.machine.decide import AgentState
+from workers.machine.state import AgentState
 from workers.traces.node import NodeTraces
 
 PRIMARY = Identity(replica=0, node_rank=0, nnodes=2)
@@ -147,6 +147,12 @@ class Bus:
     def raw(self, *frames: bytes) -> None:
         assert self.publisher.send_nowait(frames)
 
+    async def send_heads(self) -> None:
+        """Send one head after the other."""
+        while True:
+            self.raw(wire.TOPIC_HEAD, wire.encode_header(self.epoch, 0, self.seq), b"\xc0")
+            await anyio.sleep(0.005)
+
     def welcome(self, recorded: int = 0) -> wire.Welcome:
         port = self.publisher.address.rpartition(":")[2]
         return wire.Welcome(
@@ -217,4 +223,4 @@ async def reaches(agent: Agent, holds: Callable[[AgentState], bool]) -> AgentSta
 
 def recorded(folder: Path, identity: Identity = PRIMARY) -> list[Decision]:
     """Return the decisions in the journal of a closed agent."""
-    return [Decision(entry.event, entry.effects) for entry in entries(folder / f"agent-{identity.agent}.journal")]
+    return entries(folder / f"agent-{identity.agent}.journal")

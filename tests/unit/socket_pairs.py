@@ -3,11 +3,11 @@
 import zmq
 from anyio.lowlevel import checkpoint
 
-from schemas.carriers.edge_socket import EdgeSocket
-from schemas.carriers.sockets import Context
+from schemas.transport.async_socket import AsyncZmqSocket
+from schemas.transport.sockets import Context
 
 
-def pair(context: Context, queue: int = 1000) -> tuple[EdgeSocket, EdgeSocket]:
+def pair(context: Context, queue: int = 1000) -> tuple[AsyncZmqSocket, AsyncZmqSocket]:
     """Two DEALERs that connect over TCP, with room for `queue` messages each way."""
     bound, dialled = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
     for sock in (bound, dialled):
@@ -19,10 +19,10 @@ def pair(context: Context, queue: int = 1000) -> tuple[EdgeSocket, EdgeSocket]:
     bound.bind("tcp://127.0.0.1:*")
     address = bound.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
     dialled.connect(address)
-    return EdgeSocket(bound, address), EdgeSocket(dialled, address)
+    return AsyncZmqSocket(bound, address), AsyncZmqSocket(dialled, address)
 
 
-async def connected(context: Context, queue: int = 1000) -> tuple[EdgeSocket, EdgeSocket]:
+async def connected(context: Context, queue: int = 1000) -> tuple[AsyncZmqSocket, AsyncZmqSocket]:
     """The same, once they are connected."""
     left, right = pair(context, queue)
     await left.send([b"connected"])

@@ -8,12 +8,18 @@ import anyio
 import pytest
 
 from schemas import wire
-from schemas.carriers.framed_file import FramedFile, FrameReader
-from schemas.carriers.sockets import Context
 from schemas.commands import EngineCommand
 from schemas.config import AgentConfig
 from schemas.desired import Desired
-from schemas.errors import AgentError, CheckpointError, EngineError, LogFull
+from schemas.errors import (
+    AgentError,
+    CheckpointError,
+    EngineError,
+    LogFull,
+    RefusedError,
+    UnansweredError,
+    UnsupportedError,
+)
 from schemas.events import (
     Answer,
     Call,
@@ -30,6 +36,9 @@ from schemas.events import (
     Tick,
 )
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
+from schemas.storage.record_file import RecordFile
+from schemas.storage.records import RecordReader
+from schemas.transport.sockets import Context
 from tests.unit.journal_files import append, decoded, entries, entry
 from tests.unit.small_bus import (
     FLUSH,
@@ -276,7 +285,10 @@ async def test_an_observation_under_way_does_not_hold_up_an_agent_that_ends(
     [
         (EngineError("it said no"), ErrorKind.ENGINE_ERROR),
         (CheckpointError("it is cut off"), ErrorKind.SOURCE_REFUSED),
-        (ZeroDivisionError("a bug in an adapter"), ErrorKind.ENGINE_ERROR),
+        (UnsupportedError("it has no such route"), ErrorKind.UNSUPPORTED),
+        (RefusedError("requests run"), ErrorKind.REFUSED),
+        (UnansweredError("the connection broke"), ErrorKind.UNKNOWN),
+        (ZeroDivisionError("a bug in a backend"), ErrorKind.ENGINE_ERROR),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -340,7 +352,7 @@ async def test_a_cut_off_call_is_resolved_by_observing_the_engine(
         await bus.outcome(1)
     path = tmp_path / "agent-0.0.journal"
     whole = entries(path)
-    with FrameReader.open(path) as file:
+    with RecordReader.open(path) as file:
         header = file.header
     intent = next(
         index
@@ -379,13 +391,13 @@ async def test_an_agent_that_cannot_write_its_journal_stops_acting(
 ) -> None:
     agent = Agent(bus=bus.address, identity=PRIMARY, engine=engine, state_dir=tmp_path, context=context)
 
-    def full(file: FramedFile, kind: int, payload: bytes) -> None:
+    def full(file: RecordFile) -> None:
         raise LogFull(f"{file.path}: no space left")
 
     async def drive() -> None:
         await bus.admit()
         await agent.wait_ready()
-        monkeypatch.setattr(FramedFile, "append", full)
+        monkeypatch.setattr(RecordFile, "commit", full)
         bus.publish(PAUSE)
 
     with pytest.raises(AgentError, match="cannot write its decisions to its journal"):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from controlplane.record.atomic_write import atomic_write
-from tests.running import python, rolloutctl
+from schemas.storage.atomic_write import atomic_write
+from tests.running import files_of_at_most, python, typed
 
 RECORDED = Path(__file__).parents[1] / "replays" / "torn-fleet.db"
 COMMANDS = ("report", "timeline")
@@ -23,7 +23,7 @@ def test_the_log_itself_is_never_overwritten(command: str, log: Path, tmp_path: 
     (tmp_path / "link").symlink_to(log)
     os.link(log, tmp_path / "same")
     for out in (log, tmp_path / "link", tmp_path / "same"):
-        refused = rolloutctl(command, log, "-o", out, "--force")
+        refused = typed(command, log, "-o", out, "--force")
         assert (refused.returncode, refused.stdout) == (2, "")
         assert f"{out} is an input of this command; nothing was written" in refused.stderr
     assert log.read_bytes() == RECORDED.read_bytes() and (tmp_path / "link").is_symlink()
@@ -36,7 +36,7 @@ def test_only_the_owner_can_read_the_result(command: str, log: Path, tmp_path: P
     out.chmod(0o644)
     before = os.umask(0)
     try:
-        assert rolloutctl(command, log, "-o", out, "--force").returncode == 0
+        assert typed(command, log, "-o", out, "--force").returncode == 0
     finally:
         os.umask(before)
     assert out.stat().st_mode & 0o777 == 0o600
@@ -46,7 +46,7 @@ def test_only_the_owner_can_read_the_result(command: str, log: Path, tmp_path: P
 def test_a_pipe_or_device_is_refused_and_stays(command: str, log: Path, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    refused = rolloutctl(command, log, "-o", pipe, "--force")
+    refused = typed(command, log, "-o", pipe, "--force")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr == f"rolloutctl: {pipe} is not a regular file; nothing was written. Name a file\n"
     assert pipe.is_fifo()
@@ -57,7 +57,8 @@ def test_a_pipe_or_device_is_refused_and_stays(command: str, log: Path, tmp_path
 def test_a_full_disk_leaves_nothing_behind(command: str, name: str, log: Path, tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
-    refused = rolloutctl(command, log, "-o", place / name, max_file_bytes=1_000)
+    with files_of_at_most(1_000):
+        refused = typed(command, log, "-o", place / name)
     assert refused.returncode in (2, 3) and "Traceback" not in refused.stderr
     assert f"{place / name}" in refused.stderr and "File too large" in refused.stderr
     assert list(place.iterdir()) == []

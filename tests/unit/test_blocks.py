@@ -17,18 +17,21 @@ from schemas import ProfilerConfig
 from tests.pages import PAGES, Block, blocks, blocks_of
 from tests.running import ROOT
 
+TESTS: Final = ROOT / "tests"
 HERE: Final = str(Path(__file__).relative_to(ROOT))
 RUN_BY: Final = {
     "README.md": "tests/test_readme.py",
-    "docs/adapters.md": "tests/unit/test_conformance.py",
+    "docs/backends.md": "tests/unit/test_conformance.py",
     "docs/embedding.md": "tests/processes/test_pages.py",
+    "docs/engines.md": "tests/processes/test_pages.py",
     "docs/keys.md": "tests/processes/test_two_machines.py",
     "docs/metrics.md": "tests/unit/test_metrics.py",
     "docs/observe.md": HERE,
     "docs/profiling-config.md": HERE,
-    "docs/profiling.md": "tests/unit/test_profiling_page.py",
+    "docs/profiling.md": HERE,
     "docs/recipes/index.md": "tests/processes/test_recipes.py",
     "docs/timeline.md": "tests/test_readme.py",
+    "docs/trainers/gateway.md": "tests/trainers/test_gateway_http.py",
 }
 """The test of each page that runs its blocks."""
 EVERY: Final = [block for page in PAGES for block in blocks_of(page)]
@@ -42,17 +45,17 @@ def test_each_block_is_run_by_a_test_or_says_why_not() -> None:
     assert not silent, f"no test runs these; mark them with <!-- not run: why -->, or name their test: {silent}"
     for page, test in RUN_BY.items():
         assert any(block.page == page and block.not_run is None for block in EVERY), f"{page} has no block to run"
-        name = Path(page).name if page == "docs/profiling.md" else page
-        assert name in (ROOT / test).read_text("utf-8"), f"{test} does not name {page}"
+        assert page in (ROOT / test).read_text("utf-8"), f"{test} does not name {page}"
 
 
-def test_marks_stand_above_blocks_and_name_tests_that_exist() -> None:
-    for page in PAGES:
-        marks = len(re.findall("^<!-- not run:", (ROOT / page).read_text("utf-8"), re.MULTILINE))
-        assert marks == sum(block.not_run is not None for block in blocks_of(page)), f"{page}: a mark without a block"
-    for block in EVERY:
-        for named in re.findall(r"(?:tests|docs)/[\w./-]+", block.not_run or ""):
-            assert (ROOT / named).exists(), f"{block.place} names {named}"
+def test_each_test_and_file_that_a_page_names_exists() -> None:
+    defined = {name for path in TESTS.rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())}
+    defined |= {path.stem for path in TESTS.rglob("test_*.py")}
+    for page in (page for page in PAGES if not page.startswith("docs/decisions/")):  # those speak of their time
+        text = (ROOT / page).read_text("utf-8")
+        assert set(re.findall(r"`(test_\w+)`", text)) <= defined, page
+        for named in re.findall(r"`((?:tests|controlplane|schemas|workers|bench)/[\w/]+\.\w+)`", text):
+            assert (ROOT / named).exists(), f"{page} names {named}"
 
 
 def test_each_command_of_the_pages_exists_with_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,3 +119,10 @@ def test_a_profile_is_explained_as_the_page_shows(tmp_path: Path, monkeypatch: p
     assert ran(command.split()) == output
     (ours,) = blocks("docs/profiling-config.md", "yaml")
     assert ProfilerConfig.from_yaml(ours).roles.keys() == {"actor", "critic"}
+
+
+def test_verls_example_is_explained_as_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    configuration, shown, *_ = blocks("docs/profiling.md", "yaml")
+    Path("trainer.yaml").write_text(configuration)
+    assert ran(["profile", "explain", "trainer.yaml", "--verl", "--gpus-per-replica", "2"]) == shown

@@ -15,8 +15,6 @@ from controlplane.bus.operator import ask_status, submit
 from controlplane.machine.coordinator import CoordinatorState
 from controlplane.record.log import RunLog
 from schemas import errors, wire
-from schemas.carriers.edge_socket import EdgeSocket
-from schemas.carriers.sockets import Context, agent_dealer
 from schemas.commands import (
     Checkpoint,
     Command,
@@ -33,6 +31,8 @@ from schemas.formatting import kind_and_reason
 from schemas.identity import Identity
 from schemas.outcomes import Acted
 from schemas.reports import Report
+from schemas.transport.async_socket import AsyncZmqSocket
+from schemas.transport.sockets import Context, agent_dealer
 from tests.attacks.proxy import HOST, proxied
 from tests.unit.small_bus import FLUSH, PAUSE, PRIMARY, RESUME, SECOND, Engine, reaches, running
 from tests.waiting import wait_until
@@ -99,7 +99,7 @@ async def test_every_agent_answers_every_command(tmp_path: Path, context: Contex
         assert outcomes(named) == {"0.0": "not_targeted", "0.1": "not_targeted", "1.0": "acted"}
         assert [report.seq for report in reports] == [2, 3, 4, 5]
         assert [len(engine.calls) for engine in engines] == [3, 0, 4]
-        assert bus.safety_polls == bus.malformed == 0
+        assert bus.router.safety_polls == bus.publisher.safety_polls == bus.inbox.malformed == 0
         await reached(bus, lambda state: not live(state))
 
 
@@ -180,11 +180,11 @@ async def test_an_agent_whose_goodbye_was_not_read_yet_has_left_and_is_not_lost(
     async with opened(tmp_path, context) as bus:
         with context.socket(zmq.DEALER) as dealer:
             await joined(bus, dealer)
-            original = bus._turns._send
-            with bus._turns.router._sock.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
-                monkeypatch.setattr(bus._turns, "_send", send)
+            original = bus._send
+            with bus.router._sock.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+                monkeypatch.setattr(bus, "_send", send)
                 report = await bus.publish(PAUSE, ALL, 10_000)  # unanswered, it is sent again
-            bus._turns.router._sock.disable_monitor()
+            bus.router._sock.disable_monitor()
         assert outcomes(report) == {"0.0": "gone"}
         assert bus.state.members["0.0"].state == "left"
 
@@ -195,10 +195,10 @@ async def test_an_answer_counts_before_the_goodbye_that_follows_it(
     def commit() -> None:  # in the middle of a turn, on a thread of its own
         monkeypatch.setattr(bus._log, "commit", original)
         original()
-        wait_until(lambda: bus._turns._again)  # the next head is due
+        wait_until(lambda: bus._again)  # the next head is due
         answer = wire.CommandOutcome(outcome=Acted(calls=()), rule=10)
         dealer.send_multipart([wire.encode_header(1, 1, 2), wire.encode(answer)])
-        wait_until(lambda: len(bus._turns._arrived) == 1)
+        wait_until(lambda: len(bus._arrived) == 1)
         dealer.send_multipart([wire.encode_header(1), wire.encode(wire.Goodbye())])
         dealer.close()
         assert monitor.poll(10_000)
@@ -207,11 +207,11 @@ async def test_an_answer_counts_before_the_goodbye_that_follows_it(
     async with opened(tmp_path, context, config=config) as bus:
         with context.socket(zmq.DEALER) as dealer:
             await joined(bus, dealer)
-            with bus._turns.router._sock.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+            with bus.router._sock.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
                 original = bus._log.commit
                 monkeypatch.setattr(bus._log, "commit", commit)
                 assert outcomes(await bus.publish(PAUSE, ALL, 10_000)) == {"0.0": "acted"}
-            bus._turns.router._sock.disable_monitor()
+            bus.router._sock.disable_monitor()
 
 
 async def test_a_silent_agent_is_out_of_the_fleet(tmp_path: Path, context: Context) -> None:
@@ -266,7 +266,9 @@ SAYS = {
 
 
 @pytest.mark.parametrize("what", list(SAYS))
-async def test_a_malformed_message_is_answered_and_disturbs_nobody(tmp_path: Path, context: Context, what: str) -> None:
+async def test_a_malformed_message_is_answered_and_disturbs_no_agent(
+    tmp_path: Path, context: Context, what: str
+) -> None:
     async with opened(tmp_path, context) as bus, fleet(bus, context, tmp_path, PRIMARY):
         async with agent_dealer(context, bus.address) as dealer:
             await dealer.send(dict(hostile())[what])
@@ -279,7 +281,7 @@ async def test_a_malformed_message_is_answered_and_disturbs_nobody(tmp_path: Pat
             refused = await _answer(dealer)  # it may have been an operator's
             assert isinstance(refused, wire.RequestRejected) and SAYS[what] in refused.reason
             assert isinstance(await _answer(dealer), wire.Rejoin)
-        assert bus.malformed == 1
+        assert bus.inbox.malformed == 1
         assert bus.state.members.keys() == {"0.0"}
 
 
@@ -288,7 +290,7 @@ def _hello(place: Identity, attempt: int = 0) -> list[bytes]:
     return [wire.encode_header(0), wire.encode(hello)]
 
 
-async def _answer(dealer: EdgeSocket) -> wire.Downward | wire.Reply:
+async def _answer(dealer: AsyncZmqSocket) -> wire.Downward | wire.Reply:
     with anyio.fail_after(10):
         _, body = wire.parse_frames(await dealer.recv())
     return wire.decode_downward(body)
@@ -301,7 +303,7 @@ async def test_a_connection_speaks_for_one_agent_only(tmp_path: Path, context: C
         await dealer.send(_hello(OTHER))
         await dealer.send(_hello(PRIMARY, attempt=1))
         assert isinstance(await _answer(dealer), wire.Welcome)
-        assert bus.malformed == 1
+        assert bus.inbox.malformed == 1
         assert bus.state.members.keys() == {"0.0"}
 
 
@@ -316,7 +318,7 @@ async def test_decisions_of_another_journal_than_the_hello_named_are_dropped(tmp
             batch = wire.DecisionBatch(journal=journal, first=1, decisions=decisions)
             await dealer.send([wire.encode_header(1), wire.encode(batch)])
         assert await _answer(dealer) == wire.Ack(journal="j", through=1)
-        assert bus.malformed == 1
+        assert bus.inbox.malformed == 1
     entries = [entry for entry in RunLog.read(tmp_path / "run.db") if entry.agent]
     assert [(entry.agent, entry.journal, entry.number) for entry in entries] == [("0.0", "j", 1)]
 
@@ -324,12 +326,12 @@ async def test_decisions_of_another_journal_than_the_hello_named_are_dropped(tmp
 async def test_a_connection_that_chose_its_own_routing_id_is_no_agents(tmp_path: Path, context: Context) -> None:
     own = context.socket(zmq.DEALER)
     own.set(zmq.ROUTING_ID, b"0.0/a")
-    async with opened(tmp_path, context) as bus, EdgeSocket(own, bus.address) as dealer:
+    async with opened(tmp_path, context) as bus, AsyncZmqSocket(own, bus.address) as dealer:
         own.connect(bus.address)
         await dealer.send(_hello(PRIMARY))
         await dealer.send([wire.encode_header(0), wire.encode(wire.Join())])
         assert isinstance(await _answer(dealer), wire.Rejoin)
-        assert bus.malformed == 1 and not bus.state.members
+        assert bus.inbox.malformed == 1 and not bus.state.members
 
 
 async def test_a_newer_connection_of_an_agent_takes_the_place_of_the_older(tmp_path: Path, context: Context) -> None:
@@ -386,7 +388,7 @@ async def test_strangers_leave_no_trace_in_the_log(tmp_path: Path, context: Cont
         for message in (wire.Join(), wire.TimeRequest(sent_ns=1), wire.ResendRequest(first=1, credit=1)):
             await dealer.send([wire.encode_header(0), wire.encode(message)])
             assert isinstance(await _answer(dealer), wire.Rejoin)
-        assert not bus._turns.inbox.last_heard_us
+        assert not bus.inbox.last_heard_us
     assert [entry.kind for entry in RunLog.read(tmp_path / "run.db")] == ["opened", "closed"]
 
 
@@ -485,7 +487,7 @@ async def test_a_bus_that_cannot_record_stops_publishing(tmp_path: Path, context
 async def test_a_bus_that_has_stopped_does_not_spin_on_the_deadlines_of_open_commands(
     tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full() -> None:
+    def full(**_: bool) -> None:
         raise errors.LogFull("no space left")
 
     def begin() -> None:
@@ -505,8 +507,8 @@ async def test_a_bus_that_has_stopped_does_not_spin_on_the_deadlines_of_open_com
                 await ticket  # its end can't be recorded, so its deadline stays in the past
             gate.set()
         assert bus.state.open
-        original = bus._turns.begin
-        monkeypatch.setattr(bus._turns, "begin", begin)
+        original = bus.begin
+        monkeypatch.setattr(bus, "begin", begin)
         with anyio.fail_after(20):
             await enough.wait()
     assert moments[3] - moments[0] > 2 * QUICK.head_interval_ms / 1000
@@ -568,5 +570,5 @@ async def test_an_operator_sees_the_fleet_and_publishes_a_command(tmp_path: Path
 
 
 async def test_an_operator_without_a_bus_gets_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(errors.BusUnreachable, match=r"nobody listens at ipc://.*\(No such file or directory\)"):
+    with pytest.raises(errors.BusUnreachable, match=r"nothing listens at ipc://.*\(No such file or directory\)"):
         await ask_status(f"ipc://{tmp_path}/nobody", 30)

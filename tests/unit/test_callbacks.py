@@ -8,9 +8,9 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from schemas.carriers import edge_socket
-from schemas.carriers.sockets import Context
-from schemas.carriers.wakeup import Signal, Wakeup
+from schemas.transport import async_socket
+from schemas.transport.sockets import Context
+from schemas.transport.wakeup import Wakeup
 from tests.unit.socket_pairs import connected, pair, turns
 from tests.waiting import until
 
@@ -60,7 +60,7 @@ async def test_serving_yields_to_other_tasks_in_a_flood(context: Context) -> Non
                     await checkpoint()
             group.cancel_scope.cancel()
     steps = [after - before for before, after in zip(seen, seen[1:], strict=False)]
-    assert max(steps) <= 2 * edge_socket.BURST
+    assert max(steps) <= 2 * async_socket.BURST
 
 
 async def test_what_a_handler_raises_ends_serving(context: Context) -> None:
@@ -109,65 +109,6 @@ async def test_closing_ends_serving(context: Context) -> None:
                 await until(lambda: bool(right._waiters))
                 right.close()
     assert ended
-
-
-async def test_messages_gather_while_a_handler_pauses(context: Context) -> None:
-    """Those that came meanwhile are passed at once when the pause ends, by `resume` or by itself. trio never pauses."""
-    left, right = await connected(context)
-    got: list[int] = []
-    pauses = iter([3600.0, 0.01])
-
-    def receive(frames: list[bytes]) -> None:
-        got.append(int(frames[0]))
-        got.extend(int(frames[0]) for frames in right.recv_many(100))
-        right.pause(next(pauses, 0.0))
-
-    async with left, right, anyio.create_task_group() as group:
-        group.start_soon(right.serve, receive)
-        with anyio.fail_after(20):
-            for first in (0, 10, 20):
-                await left.send([b"%d" % first])
-                await until(lambda: first in got)  # noqa: B023
-                for number in range(first + 1, first + 10):
-                    await left.send([b"%d" % number])
-                if first == 0:
-                    right.resume()
-                await until(lambda: len(got) == first + 10)  # noqa: B023
-        group.cancel_scope.cancel()
-    assert got == list(range(30))
-    assert right.safety_polls == 0
-
-
-@pytest.mark.parametrize("how", ["closed", "cancelled"])
-async def test_serving_can_end_in_a_pause(context: Context, how: str) -> None:
-    left, right = await connected(context)
-    got: list[bytes] = []
-
-    def receive(frames: list[bytes]) -> None:
-        got.append(frames[0])
-        right.pause(3600)
-
-    async def serve() -> None:
-        with pytest.raises(anyio.ClosedResourceError):
-            await right.serve(receive)
-
-    async with left:
-        with anyio.fail_after(20):
-            async with anyio.create_task_group() as group:
-                if how == "closed":
-                    group.start_soon(serve)
-                else:
-                    group.start_soon(right.serve, receive)
-                await left.send([b"x"])
-                await until(lambda: got == [b"x"])
-                if how == "cancelled":
-                    group.cancel_scope.cancel()
-                else:
-                    right.close()
-            if how == "cancelled":  # and another may receive
-                await left.send([b"y"])
-                assert await right.recv() == [b"y"]
-    right.close()
 
 
 def test_a_handler_may_use_anyio_in_an_asyncio_loop_that_anyio_did_not_start(context: Context) -> None:
@@ -291,37 +232,3 @@ async def test_serving_a_wakeup_ends_with_an_error_when_it_closes_or_its_functio
             await turns(3)
             wakeup.close() if end == "closed" else wakeup.notify()
     assert ended == [anyio.ClosedResourceError if end == "closed" else ValueError]
-
-
-# Signal
-
-
-async def test_a_signal_wakes_its_task_each_time_that_it_is_set() -> None:
-    signal, turns_taken = Signal(), 0
-
-    async def wait_for_all() -> None:
-        nonlocal turns_taken
-        for _ in range(3):
-            await signal.wait()
-            turns_taken += 1
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(wait_for_all)
-        for number in range(3):
-            await turns(5)
-            assert turns_taken == number
-            signal.set()
-            signal.set()
-
-
-async def test_a_signal_that_nobody_waits_for_is_kept_and_one_whose_wait_was_cancelled_too() -> None:
-    signal = Signal()
-    signal.set()
-    with anyio.fail_after(10):
-        await signal.wait()
-    with anyio.move_on_after(0.01) as waiting:
-        await signal.wait()
-    assert waiting.cancelled_caught
-    signal.set()
-    with anyio.fail_after(10):
-        await signal.wait()

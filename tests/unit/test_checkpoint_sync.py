@@ -1,5 +1,6 @@
 """Weights of a trainer, brought to its fleet as checkpoint directories."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import pytest
 from controlplane import ControlPlane
 from controlplane.trainers.checkpoints import CheckpointSync
 from schemas.errors import AgentsMissing, CheckpointError, ConfigError
+from schemas.reports import SyncReport
 from tests.timeline.real_run import PLACES, QUICK, agents, front
+from tests.waiting import wait_until
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
 from workers.engines.tiny.server import TinyClient
 
@@ -36,8 +39,9 @@ def test_every_replica_gets_each_version_and_the_newest_checkpoints_stay(plane: 
         report = sync.publish(f"step_{seed}", weights(seed))
         assert (report.version, report.status, report.loaded) == (seed, "committed", (0, 1))
     assert sorted(path.name for path in plane.checkpoints.iterdir()) == ["step_2", "step_3"]
-    held = [TinyClient(front(tmp_path, place)).weights() for place in PLACES]
-    assert held[0] == held[1] and plane.serving() == {0: 3, 1: 3}
+    held = [TinyClient(front(tmp_path, place)).describe() for place in PLACES]
+    (first, second) = ((each.version, each.digest, each.label) for each in held)
+    assert first == second and plane.serving() == {0: 3, 1: 3}
 
 
 def test_a_name_that_is_taken_gets_a_number(plane: ControlPlane) -> None:
@@ -58,6 +62,38 @@ def test_a_checkpoint_that_was_not_written_is_published_to_nobody(plane: Control
     with pytest.raises(CheckpointError):
         CheckpointSync(plane).publish("step_1", lambda folder: None)
     assert plane.serving() == {0: 0, 1: 0}
+
+
+def test_a_sync_waits_for_that_of_an_operator_and_says_so(
+    plane: ControlPlane, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(TinyModel(TinyConfig(), seed=9), plane.checkpoints / "operators")
+    sent = threading.Event()
+    others = plane.sync_weights(None, "operators", send=lambda _: sent.wait(20))
+    sync, reports = CheckpointSync(plane), list[SyncReport]()
+    publishing = threading.Thread(target=lambda: reports.append(sync.publish("step_1", weights(1))))
+    publishing.start()
+    wait_until(lambda: "step_1 is not published yet, since another sync has not ended" in caplog.text)
+    sent.set()
+    others.wait(20)
+    publishing.join(20)
+    assert [(report.version, report.status) for report in reports] == [(2, "committed")]
+    assert plane.serving() == {0: 2, 1: 2}
+
+
+def test_a_checkpoint_whose_sync_has_no_report_is_deleted_once_nobody_needs_it(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    sync = CheckpointSync(plane, keep=1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("controlplane.tickets.Ticket.wait", interrupted)
+        sync.publish("step_1", weights(1))
+    for seed in (2, 3):
+        sync.publish(f"step_{seed}", weights(seed))
+    assert sorted(path.name for path in plane.checkpoints.iterdir()) == ["step_3"]
 
 
 def test_a_run_without_agents_is_told_how_to_start_one(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from controlplane.machine.events import StatusReceived
 from controlplane.record.log import RunLog
 from controlplane.report.collect import collect
 from controlplane.timeline.survey import LogSurvey
-from schemas.carriers.sockets import Context
+from schemas.agent_status import Clock
 from schemas.commands import EngineCommand, Target
 from schemas.config import AgentConfig, BusConfig
-from schemas.reports import Clock
+from schemas.transport.sockets import Context
 from schemas.wire import TimeReply
 from tests.running import rolloutctl
 from tests.unit.small_bus import PRIMARY, SECOND, Engine, running
@@ -200,6 +200,31 @@ async def test_a_new_bus_is_measured_again(tmp_path: Path, context: Context) -> 
     assert [epoch for epoch, _ in epochs] == [1, 2]
 
 
+async def read_by_commands(log: Path) -> None:
+    for words in (["log", "show"], ["log", "show", "--json"], ["log", "verify"], ["log", "replay"]):
+        done = await to_thread.run_sync(rolloutctl, *words, log)
+        assert (done.returncode, done.stderr) == (0, ""), words
+
+
+@pytest.mark.one_loop
+@pytest.mark.anyio
+@pytest.mark.parametrize("year", [2117, 2300])
+async def test_a_wall_clock_of_the_far_future_writes_a_log_that_can_be_read(
+    tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch, year: int
+) -> None:
+    ahead_ns = (year - 2026) * 31_557_600 * S
+    original = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: original() + ahead_ns)
+    address, path = f"ipc://{tmp_path}/bus", tmp_path / "run.db"
+    async with Bus(address, RunLog.open(path), QUICK, context=context) as bus:
+        async with running(address, context, Engine(), tmp_path) as agent:
+            with anyio.fail_after(10):
+                await bus.wait_until(lambda state: "0.0" in state.members and live(state))
+                report = await bus.publish(EngineCommand(operation="flush"), Target(), 5000)
+        assert report.acted == ("0.0",) and (bus.inbox.malformed, agent.malformed) == (0, 0)
+    await read_by_commands(path)
+
+
 @pytest.mark.anyio
 async def test_a_wall_clock_before_1970_is_survived(
     tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
@@ -214,15 +239,13 @@ async def test_a_wall_clock_before_1970_is_survived(
             with anyio.fail_after(10):
                 await bus.wait_until(lambda state: "0.0" in clocks_of(state) and live(state))
                 await bus.publish(EngineCommand(operation="flush"), Target(), 5000)
-        assert (bus.malformed, agent.malformed) == (0, 0)
+        assert (bus.inbox.malformed, agent.malformed) == (0, 0)
     assert all(entry.at_ns < 0 for entry in RunLog.read(path))
     assert RunLog.header(path).run.startswith("1938") and RunLog.header(path).created_ns < 0
     for last_ns in (LogSurvey(RunLog.read(path)).last_ns, collect(RunLog.read(path)).end_ns):
         assert abs(last_ns - time.time_ns()) < 60 * S
     out = tmp_path / "out"
-    for words in (["log", "show"], ["log", "show", "--json"], ["log", "verify"], ["log", "replay"]):
-        done = await to_thread.run_sync(rolloutctl, *words, path)
-        assert (done.returncode, done.stderr) == (0, ""), words
+    await read_by_commands(path)
     for command in ("report", "timeline"):
         done = await to_thread.run_sync(rolloutctl, command, path, "-o", out, "--force")
         assert done.returncode == 0, done.stderr

@@ -1,12 +1,15 @@
 """Rollouts from vLLM's completions route: who is asked, and what happens when one does not answer."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
-from controlplane.trainers.completions import CompletionsClient, split
+from controlplane.trainers import completions
+from controlplane.trainers.completions import CompletionsClient, again_and_again, split
 from schemas.errors import AgentsMissing, ConfigError, EngineError
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
 
@@ -86,6 +89,59 @@ def test_the_prompts_of_a_dead_replica_are_asked_of_others(servers: tuple[Server
     assert {rollout.replica for rollout in rollouts} == {0} and servers[0].asked[1] == [[2], [2]]
 
 
+def test_what_a_frozen_replica_owes_is_asked_of_others_once_it_no_longer_serves(
+    servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connections stay open. The plane drops it long before the request has its time-out."""
+    monkeypatch.setattr(completions, "GIVEN_UP_S", 0.3)
+    serving, thaw, posts = {0: 7, 1: 7}, threading.Event(), threading.Semaphore(0)
+
+    def freeze(request: HttpRequest) -> Reply:
+        if request.verb == "POST":
+            serving.clear()  # a sync: nobody serves, and nobody is given up
+            posts.release()
+            thaw.wait(60)
+        return servers[0].reply(request)
+
+    def sync() -> None:
+        assert posts.acquire(timeout=30)
+        serving.update({0: 8})  # the other one has dropped out
+
+    with HttpServer(freeze) as frozen:
+        thread = threading.Thread(target=sync)
+        thread.start()
+        rollouts = client([servers[0], frozen], serving, timeout=600).generate(PROMPTS, {})
+        thread.join()
+        thaw.set()
+    assert [rollout.token_ids for rollout in rollouts] == [prompt * 3 for prompt in PROMPTS]
+    assert {rollout.replica for rollout in rollouts} == {0}
+
+
+def test_a_replica_that_is_paused_by_a_sync_keeps_its_request(
+    servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completions, "GIVEN_UP_S", 0.0)
+    monkeypatch.setattr(completions, "LOOK_AGAIN_S", 0.01)
+    looks = iter([{0: 7, 1: 7}, {0: 7, 1: 7}, *([{}] * 20), {0: 8, 1: 8}])
+    waited = threading.Event()
+
+    def serving() -> dict[int, int]:
+        found = next(looks, None)
+        if found is None or found == {0: 8, 1: 8}:
+            waited.set()
+        return {0: 8, 1: 8} if found is None else found
+
+    def slow(request: HttpRequest) -> Reply:
+        if request.verb == "POST":
+            assert waited.wait(30)
+        return servers[1].reply(request)
+
+    with HttpServer(slow) as paused:
+        asked = CompletionsClient(serving, {0: servers[0].url, 1: paused.url}, timeout=600)
+        assert {rollout.replica for rollout in asked.generate(PROMPTS, {})} == {0, 1}
+    assert len(servers[0].asked) == 1
+
+
 def test_a_replica_that_failed_is_asked_again_if_it_is_the_only_one(servers: tuple[Server, Server]) -> None:
     servers[0].replies = [None, None]
     assert len(client(servers[:1], {0: 1}).generate(PROMPTS, {})) == 6
@@ -123,3 +179,11 @@ def test_an_url_without_a_vllm_is_named_at_the_start(servers: tuple[Server, Serv
 def test_having_nobody_to_ask_ends_at_the_timeout(servers: tuple[Server, Server]) -> None:
     with pytest.raises(AgentsMissing, match=r"no replica has answered for 0\.1 s: none serves the newest weights"):
         client(servers, {}, timeout=0.1).generate(PROMPTS, {})
+
+
+def test_rows_are_read_again_and_again_and_a_dataset_that_is_used_up_is_named() -> None:
+    assert list(itertools.islice(again_and_again([1, 2]), 5)) == [1, 2, 1, 2, 1]
+    datasets: list[Iterable[int]] = [iter([1, 2]), [], iter(())]
+    for used_up in datasets:
+        with pytest.raises(ConfigError, match="no rows, or none left"):
+            list(again_and_again(used_up))

@@ -1,5 +1,6 @@
-"""The acceptance kit finds each fault of an adapter, and none in the adapter of docs/adapters.md."""
+"""The acceptance kit finds each fault of a backend, and none in the backend of docs/backends.md."""
 
+import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
@@ -34,11 +35,13 @@ from schemas.events import (
     Wake,
 )
 from schemas.identity import Identity, Operation
+from tests.engines.http_servers import HttpServer
 from tests.pages import blocks, module_of
 from tests.running import rolloutctl
-from workers.conformance import bench
-from workers.conformance.bench import Bench, Setup, opened
+from workers.conformance import engine_under_test
+from workers.conformance.engine_under_test import EngineUnderTest, Setup, opened
 from workers.conformance.kit import Kit, Row
+from workers.conformance.server_client import ServerClient
 from workers.engine import Engine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
@@ -46,9 +49,9 @@ pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The adapter of the page, and two checkpoints of its model."""
+    """The backend of the page, and two checkpoints of its model."""
     folder = tmp_path_factory.mktemp("echo")
-    module_of("docs/adapters.md", "echo", folder)
+    module_of("docs/backends.md", "echo", folder)
     for name, value in (("a", 1), ("b", 2)):
         (folder / "ckpt" / name).mkdir(parents=True)
         tensor = torch.full((64,), value, dtype=torch.uint8)
@@ -81,8 +84,8 @@ def made(echo: ModuleType, folder: Path) -> Any:
     return engine
 
 
-def test_the_adapter_of_the_page_conforms_on_the_command_line(folder: Path) -> None:
-    ((_, *words),) = (line.split() for block in blocks("docs/adapters.md", "sh") for line in block.splitlines())
+def test_the_backend_of_the_page_conforms_on_the_command_line(folder: Path) -> None:
+    ((_, *words),) = (line.split() for block in blocks("docs/backends.md", "sh") for line in block.splitlines())
     done = rolloutctl(*words, cwd=folder, env={"PYTHONPATH": f"{Path.cwd()}:{folder}"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("passed") == 16 and "cancelled call" in done.stdout
@@ -90,7 +93,7 @@ def test_the_adapter_of_the_page_conforms_on_the_command_line(folder: Path) -> N
 
 def test_the_protocol_of_the_page_is_that_of_the_agent() -> None:
     names: dict[str, Any] = {**vars(events), "Protocol": Protocol}
-    exec(next(block for block in blocks("docs/adapters.md") if block.startswith("class Engine(Protocol)")), names)
+    exec(next(block for block in blocks("docs/backends.md") if block.startswith("class Engine(Protocol)")), names)
     for method in ("open", "observe", "perform", "close"):
         assert signature(getattr(names["Engine"], method)) == signature(getattr(Engine, method))
 
@@ -265,7 +268,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[Any], None]]] = {
     "abort ignored": ("abort", "not aborted", does(Abort, ignored)),
     "abort that pauses": ("abort", "must not do", bound(Abort, then(sets(state="paused")))),
     "pause ignored": ("pause (abort)", "still generates", does(Pause, ignored)),
-    "pause that lets run on": ("pause (abort)", "got 8 tokens", bound(Pause, running)),
+    "pause that lets run on": ("pause (abort)", "sent while it was paused got", bound(Pause, running)),
     "abort that waits": ("pause (abort)", "got all", bound(Pause, instead("wait"))),
     "wait that aborts": ("pause (wait)", "did not wait", bound(Pause, instead("abort"))),
     "wait that freezes": ("pause (wait)", "did not wait", bound(Pause, instead("keep"))),
@@ -355,10 +358,10 @@ async def test_an_engine_that_is_lost_is_judged_no_further(echo: ModuleType, fol
 @pytest.mark.parametrize(
     ("words", "kind", "reason"),
     [
-        (("--engine", "echo:Echo"), ConfigError, "echo 1 may be somebody's.* Say --yes if it is nobody's"),
+        (("--engine", "echo:Echo"), ConfigError, "echo 1 may be in use.* Say --yes if it is not in use"),
         (("--engine", "echo:Echo", "--load", "a"), ConfigError, "give two checkpoints"),
-        (("--engine", "tests.unit.test_factory:Whole"), ConfigError, "Give the adapter an async generator"),
-        (("--engine", "vlm"), ConfigError, "Did you mean vllm?"),
+        (("--engine", "tests.unit.test_factory:Whole"), ConfigError, "Give the backend an async generator"),
+        (("--engine", "vlm"), ConfigError, "did you mean vllm?"),
         (("--engine", "sglang", "--url", "http://127.0.0.1:9", "--up-within", "0"), EngineError, "can't be commanded"),
     ],
 )
@@ -388,9 +391,52 @@ async def test_how_fast_an_engine_is_does_not_depend_on_its_first_request(
         async def memory_bytes(self) -> int | None:
             return None
 
-    monkeypatch.setattr("workers.conformance.bench.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("workers.conformance.engine_under_test.time.monotonic", lambda: now_s)
     async with anyio.create_task_group() as tasks:
         setup = Setup(root=tmp_path, checkpoints=None, traces=tmp_path)
-        measuring = Bench(cast(Engine, None), Client(), setup, tasks)
+        measuring = EngineUnderTest(cast(Engine, None), Client(), setup, tasks)
         _, longest = await measuring.measure()
-    assert longest == bench.LONG_MAX
+    assert longest == engine_under_test.LONG_MAX
+
+
+@pytest.mark.parametrize("drops", [True, False], ids=["drops the cache", "keeps the cache"])
+async def test_a_frozen_request_must_be_computed_anew_after_a_flush(
+    drops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workers.engines.tiny.engine import TinyEngine
+    from workers.engines.tiny.model import TinyConfig, TinyModel, save
+    from workers.engines.tiny.scheduler import Scheduler
+
+    for seed, name in enumerate("ab", 1):
+        save(TinyModel(TinyConfig(), seed=seed), tmp_path / "ckpt" / name)
+    if not drops:
+        monkeypatch.setattr(Scheduler, "flush", lambda scheduler: scheduler._kept.clear())
+    engine = TinyEngine(Identity(replica=0, node_rank=0), checkpoints=tmp_path / "ckpt", traces=tmp_path / "traces")
+    row = (await judged(engine, tmp_path, "generate", "flush"))["flush"]
+    assert row.verdict == ("passed" if drops else "failed"), row
+    assert drops or "a frozen request was not computed anew" in row.seen
+
+
+# --- the clients of the engines' own routes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_text_with_any_character_of_a_line_break_is_no_end_of_an_event(kind: str) -> None:
+    """Servers write such text as it is. Only a line feed ends a line of a stream of events."""
+    text = "\u2028 \u0085 \x0b"
+    event = {
+        "vllm": {"choices": [{"text": text, "token_ids": [7]}]},
+        "sglang": {"text": text, "output_ids": [7], "meta_info": {"completion_tokens": 1}},
+    }[kind]
+    stream = f"data: {json.dumps(event, ensure_ascii=False)}\n\ndata: [DONE]\n\n"
+
+    async def tokens(url: str) -> list[int]:
+        client = ServerClient(kind, url)
+        try:
+            return [token async for token in client.generate([1], 1)]
+        finally:
+            await client.close()
+
+    models = {"data": [{"id": "m"}]}
+    with HttpServer(lambda request: (200, models if request.path == "/v1/models" else stream)) as server:
+        assert anyio.run(tokens, server.url) == [7]

@@ -7,12 +7,13 @@ from msgspec.structs import replace
 
 from controlplane.machine.coordinator import EPOCH_START_TIMEOUT_MS, REACTIONS, CoordinatorState, decide, next_deadline
 from controlplane.machine.events import Conclude, CoordinatorEvent, Publish
+from controlplane.machine.publishing import PAGE
 from controlplane.machine.status import fleet_status
+from schemas.agent_status import AgentStatus, Clock
 from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
 from schemas.desired import Desired
 from schemas.formatting import describe
 from schemas.outcomes import Missing, Reason, Skipped
-from schemas.reports import AgentStatus, Clock
 from schemas.wire import MAX_COMMAND_BYTES, Rejoin, decode_command
 from tests.unit.fleets import DONE, NO, NOT_PRIMARY, SECOND_US, Coordinator, lines
 from tests.unit.machines import START, STOP, sync
@@ -163,6 +164,18 @@ def test_a_command_is_retransmitted_to_late_agents_at_growing_intervals() -> Non
             assert [peer for peer, _ in bus.sent] == ["1.0/a"]
             retransmitted.append((second, bus.replayed[0].envelope.ttl_ms))
     assert retransmitted == [(1, 28_000), (2, 27_000), (4, 25_000), (8, 21_000), (16, 13_000)]
+
+
+def test_a_retransmission_starves_no_agent_of_a_large_fleet_and_takes_many_turns() -> None:
+    agents = [f"{replica}.0" for replica in range(150)]
+    bus = Coordinator(*agents)
+    bus.issue(PAUSE)
+    turns: list[list[str]] = []
+    while (moment := next_deadline(bus.state)) is not None and moment < 3 * SECOND_US:
+        bus.time(moment)
+        turns.append([peer.removesuffix("/a") for peer, _ in bus.sent])
+    assert [len(turn) for turn in turns] == [PAGE, PAGE, 150 - 2 * PAGE] * 2
+    assert sorted(name for turn in turns[:3] for name in turn) == sorted(agents)
 
 
 def test_the_next_deadline_is_the_next_retransmission_or_the_end_of_a_command() -> None:

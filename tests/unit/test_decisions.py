@@ -21,21 +21,10 @@ from schemas.desired import Committed, Desired
 from schemas.events import Answer, EngineObserved, EngineReturned, Event, Perform, RequestResend, Returned, Tick
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped, Trace
-from tests.unit.machines import (
-    PRESENT,
-    SECOND,
-    START,
-    STOP,
-    agent,
-    answers,
-    carry_out,
-    command,
-    fold,
-    manifest,
-    sync,
-)
-from workers.machine.decide import REACTIONS
+from tests.unit.machines import PRESENT, SECOND, START, STOP, agent, answers, carry_out, command, fold, manifest, sync
+from workers.machine.decide import ELIGIBILITY, ORDER, REACTIONS
 from workers.machine.state import AgentState, call_name
+from workers.machine.suppressed import still_desired
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "decision-table.md").read_text("utf-8")
 PAUSE, RESUME, FLUSH, ABORT = (EngineCommand(operation=name) for name in ("pause", "resume", "flush", "abort"))
@@ -116,10 +105,7 @@ def test_rule_4_a_command_may_expire_in_the_queue() -> None:
     state, _ = fold(agent(), command(PAUSE, 1, ttl_ms=5000), command(START, 2, at_ms=1, ttl_ms=10))
     assert state.activity is not None
     done = EngineReturned(
-        at_ms=100,
-        call_id=state.activity.call_id,
-        result=Returned(),
-        observation=replace(PRESENT, generating=False),
+        at_ms=100, call_id=state.activity.call_id, result=Returned(), observation=replace(PRESENT, generating=False)
     )
     _, effects = fold(state, done)
     assert [(answer.seq, answer.rule) for answer in answers(effects)] == [(1, 10), (2, 4)]
@@ -277,6 +263,11 @@ def test_rule_10_an_abort_with_nothing_committed_leaves_the_replica_paused() -> 
 def test_rule_10_a_colocated_replica_skips_syncs() -> None:
     judge = Identity(replica=0, node_rank=0, mode=RolloutMode.COLOCATED)
     assert rule_and_outcome(decided(agent(judge), sync("prepare"))) == skipped(10, Reason.MODE_NEVER_SYNCS)
+    busy, _ = fold(agent(judge), command(FLUSH, 1, ttl_ms=50), Tick(at_ms=50))
+    busy = replace(busy, engine=replace(busy.engine, version=3))
+    state, effects = fold(busy, command(sync("abort"), 2, at_ms=60))
+    assert rule_and_outcome(answers(effects)[0]) == skipped(10, Reason.MODE_NEVER_SYNCS)
+    assert still_desired(state.desired, state.suppressed).serving, "no sync would lift its quarantine"
 
 
 @pytest.mark.parametrize("version", [4, 5])
@@ -310,8 +301,7 @@ def test_rule_10_a_replica_in_quarantine_is_paused_and_then_skips() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [("pause", "pause"), ("sleep", "sleep"), (None, "resume"), (None, "wake")],
+    ("first", "second"), [("pause", "pause"), ("sleep", "sleep"), (None, "resume"), (None, "wake")]
 )
 def test_rule_10_a_command_whose_effect_already_holds_is_skipped(first: str | None, second: str) -> None:
     state, seen = agent(), PRESENT
@@ -367,7 +357,7 @@ def test_rule_10_an_epoch_start_ends_what_the_previous_trainer_left_paused() -> 
 
 def test_the_page_has_ten_rules_in_order() -> None:
     rules = [int(number) for number in re.findall(r"^\| (\d+) \|", DOCUMENT, re.MULTILINE)]
-    assert rules == list(range(1, 11))
+    assert rules == list(range(1, 11)) == [number for number, _ in (*ORDER, *ELIGIBILITY)]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import zmq
 
 from controlplane import ControlPlane
 from controlplane.bus.descriptors import CHECK_US, PER_AGENT, Descriptors, raise_limit
-from schemas.carriers.sockets import Context, agent_dealer, bus_publisher, bus_router
 from schemas.config import BusConfig
+from schemas.transport.sockets import Context, agent_dealer, bus_publisher, bus_router
 from tests.running import python
 
 ADDRESS = "tcp://127.0.0.1:0"

@@ -3,15 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from schemas.commands import (
-    Checkpoint,
-    Command,
-    EngineCommand,
-    EpochStart,
-    ProfileCommand,
-    ProfilePlan,
-    UnknownCommand,
-)
+from schemas.commands import Checkpoint, Command, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, UnknownCommand
 from schemas.desired import ALL_TAGS, Committed, Desired, ProfileSession, Syncing, desired_after, orphaned
 from schemas.identity import Identity, RolloutMode
 from tests.unit.machines import PRIMARY, SECOND, START, STOP, manifest, sync
@@ -137,7 +129,9 @@ def test_a_replica_left_out_of_a_load_or_commit_is_quarantined() -> None:
 
 
 def test_the_quarantine_of_other_replicas_changes_nothing() -> None:
-    assert after(sync("prepare", 2), sync("load", 2, frozenset({5}))) == Desired(sync=LOADING)
+    assert after(sync("prepare", 2), sync("load", 2, frozenset({5}))) == Desired(
+        sync=LOADING, uncommitted=Committed(2, LOADING.source, LOADING.manifest)
+    )
 
 
 def test_an_abort_lifts_the_quarantine_of_its_own_sync_only() -> None:

@@ -18,7 +18,7 @@ WITH_URL = EngineOptions(
 
 
 class Whole:
-    """An adapter that does nothing, of the right shape."""
+    """A backend that does nothing, of the right shape."""
 
     def __init__(self, identity: Identity, checkpoints: Path) -> None:
         self.identity, self.checkpoints = identity, checkpoints
@@ -71,29 +71,29 @@ def test_a_class_gets_the_url_and_the_key(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that declares an adapter, as an installer leaves it."""
-    metadata = tmp_path / "whole_adapter-1.0.dist-info"
+    """A package that declares a backend, as an installer leaves it."""
+    metadata = tmp_path / "whole_backend-1.0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: whole-adapter\nVersion: 1.0\n")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: whole-backend\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(f"[{factory.GROUP}]\nwhole = {__name__}:Whole\n")
     monkeypatch.syspath_prepend(tmp_path)
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_installed_adapter_is_found_by_its_entry_point() -> None:
+def test_an_installed_backend_is_found_by_its_entry_point() -> None:
     assert isinstance(make_engine("whole", OPTIONS), Whole)
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("vlm", r"no such engine\. Give tiny, sglang, vllm, an installed adapter \(whole\) or .*Did you mean vllm\?"),
-        ("whol", "Did you mean whole?"),
-        ("no_such_module:Engine", "there is no module no_such_module"),
-        ("tests.no_such:Engine", "there is no module tests.no_such"),
-        (f"{__name__}:Hole", "has no Hole. Did you mean Whole?"),
-        (f"{__name__}:", "nothing follows the colon"),
-        (f"{__name__}:OPTIONS", "OPTIONS is a EngineOptions, not a class or function"),
+        ("vlm", r"no such engine\. Give tiny, sglang, vllm, an installed backend \(whole\) or .*; did you mean vllm\?"),
+        ("whol", "did you mean whole?"),
+        ("no_such_module:Engine", "No module named 'no_such_module'"),
+        ("tests.no_such:Engine", "No module named 'tests.no_such'"),
+        (f"{__name__}:Hole", "has no class or function Hole"),
+        (f"{__name__}:", "has no class or function after the colon"),
+        (f"{__name__}:OPTIONS", "has no class or function OPTIONS"),
         (f"{__name__}:Raising", "its constructor raised RuntimeError: no such handle"),
         (f"{__name__}:Needy", "its constructor needs `model`: it can have identity, checkpoints, traces, url, key"),
         (f"{__name__}:Served", "its constructor needs `url`: give --url"),
@@ -115,7 +115,7 @@ def test_each_method_that_is_missing_or_wrong_is_named() -> None:
     with pytest.raises(ConfigError) as raised:
         make_engine(f"{__name__}:Halved", OPTIONS)
     text = str(raised.value)
-    assert "its `observe` is not `async def observe(self)`" in text
+    assert "it has no `async def observe(self)`" in text
     assert "its `perform` does not take what `async def perform(self, call, timeout_s)` does" in text
     assert "it has no `async def close(self)`" in text and "`open`" not in text
 
@@ -124,4 +124,4 @@ def test_the_agent_says_it_before_it_dials_anybody(tmp_path: Path) -> None:
     done = rolloutctl(
         *("agent", "--bus", "tcp://127.0.0.1:1", "--replica", 0, "--engine", "vlm", "--state-dir", tmp_path)
     )
-    assert done.returncode == 2 and "Did you mean vllm?" in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and "did you mean vllm?" in done.stderr and done.stderr.count("\n") == 1

@@ -2,13 +2,12 @@
 
 from msgspec.structs import replace
 
+from controlplane.analysis.findings import Finding, ObservedFleet
 from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
-from controlplane.record.findings import Finding, ObservedFleet
 from schemas.config import ObservePolicy
 from schemas.events import EngineObserved, Event, Observation, Started, Stopping
 from schemas.identity import Identity, RolloutMode
-from schemas.reports import AgentStatus, Clock
 from schemas.wire import Hello, Welcome
 from tests.unit.fleets import SETTINGS
 
@@ -20,7 +19,7 @@ WELCOME = Welcome(run="r", publish_port=None, heartbeat_ms=1, lease_ms=1, record
 
 
 class Log:
-    """A log that is written second by second. Agents' clocks show as many seconds as the bus's, plus an hour."""
+    """A log that is written second by second."""
 
     def __init__(self) -> None:
         self.fleet = ObservedFleet()
@@ -45,12 +44,9 @@ class Log:
         self.fleet.follow_bus(self._entry(at_s), event, effects)
 
     def joins(self, at_s: float, agent: str, incarnation: str = "a", mode: RolloutMode = RolloutMode.OBSERVED) -> None:
-        """An agent says hello and reports its clock; then its start is uploaded."""
+        """An agent says hello; then its start is uploaded."""
         self.hello(at_s, agent, incarnation, mode)
-        clock = Clock(at_ms=3_600_000, wall_ns=0, offset_ns=0, error_ns=0)
-        status = AgentStatus(ready=True, clock=clock)
-        self.bus(at_s, bus_events.StatusReceived(at_us=0, peer=f"{agent}/{incarnation}/x", seq=0, status=status))
-        started = Started(at_ms=at_ms(at_s), identity=place(agent, mode), incarnation=incarnation)
+        started = Started(at_ms=0, identity=place(agent, mode), incarnation=incarnation)
         self.tells(at_s, agent, started)
 
     def hello(self, at_s: float, agent: str, incarnation: str = "a", mode: RolloutMode = RolloutMode.OBSERVED) -> None:
@@ -62,20 +58,15 @@ class Log:
     def lost(self, at_s: float, agent: str, incarnation: str = "a") -> None:
         self.bus(at_s, bus_events.PeerLost(at_us=0, peer=f"{agent}/{incarnation}/x", reason="silent"))
 
-    def tells(self, recorded_s: float, agent: str, event: Event) -> None:
-        self.fleet.follow_agent(self._entry(recorded_s, agent), event)
+    def tells(self, at_s: float, agent: str, event: Event) -> None:
+        self.fleet.follow_agent(self._entry(at_s, agent), event)
 
-    def sees(self, at_s: float, agent: str, seen: Observation, recorded_s: float | None = None) -> None:
-        event = EngineObserved(at_ms=at_ms(at_s), observation=seen)
-        self.tells(at_s if recorded_s is None else recorded_s, agent, event)
+    def sees(self, at_s: float, agent: str, seen: Observation) -> None:
+        self.tells(at_s, agent, EngineObserved(at_ms=0, observation=seen))
 
     def ends(self, at_s: float) -> list[Finding]:
         self.bus(at_s, bus_events.Closed(at_us=0, at_ns=0))
         return list(self.fleet.findings())
-
-
-def at_ms(at_s: float) -> int:
-    return int((3600 + at_s) * 1000)
 
 
 def place(agent: str, mode: RolloutMode) -> Identity:
@@ -136,13 +127,13 @@ def test_what_is_not_known_to_be_paused_serves() -> None:
     assert [finding.invariant for finding in log.ends(400)] == ["O1"]
 
 
-def test_an_observation_counts_for_the_moment_at_which_it_was_made() -> None:
+def test_what_an_agent_saw_while_it_was_cut_off_counts_once_it_is_back() -> None:
     """Agent 1.0 was cut off while both replicas were updated at once, and its record came ten minutes later."""
     log = fleet("0.0", "1.0")
     log.lost(9, "1.0")
     log.sees(10, "0.0", TWO)
     log.hello(610, "1.0")
-    log.sees(11, "1.0", TWO, recorded_s=611)
+    log.sees(611, "1.0", TWO)
     assert log.ends(900) == []
 
 
@@ -153,18 +144,6 @@ def test_an_agent_that_is_back_and_tells_nothing_new_still_sees_what_it_saw() ->
     log.hello(610, "1.0")
     (torn,) = log.ends(700)
     assert "from 00:10:10.000 UTC" in torn.text  # nobody knows about the time in between
-
-
-def test_a_record_before_the_first_report_of_a_clock_is_dated_by_it_afterwards() -> None:
-    log = Log()
-    log.hello(100, "0.0")
-    log.tells(100, "0.0", Started(at_ms=at_ms(20), identity=place("0.0", RolloutMode.OBSERVED), incarnation="a"))
-    log.sees(30, "0.0", PAUSED, recorded_s=100)
-    clock = Clock(at_ms=3_600_000, wall_ns=0, offset_ns=0, error_ns=0)
-    status = AgentStatus(ready=True, clock=clock)
-    log.bus(101, bus_events.StatusReceived(at_us=0, peer="0.0/a/x", seq=0, status=status))
-    (pause,) = log.ends(640)
-    assert pause.text == "paused since 00:00:30.000 UTC for 10 min, until the end of the log, and never seen to resume"
 
 
 def test_a_pause_that_ended_is_none_whatever_it_took() -> None:
@@ -191,7 +170,7 @@ def test_a_replica_whose_engine_went_away_is_paused_for_as_long_as_it_was_seen()
     log.sees(10, "0.0", PAUSED)
     log.sees(10, "1.0", PAUSED)
     log.sees(20, "0.0", DOWN)
-    log.tells(800, "1.0", Stopping(at_ms=at_ms(800)))
+    log.tells(800, "1.0", Stopping(at_ms=0))
     (pause,) = log.ends(2_000)
     assert pause.agents == ("1.0",) and "until it was last seen at 00:13:20.000 UTC" in pause.text
 

@@ -1,16 +1,19 @@
 """Who is in the fleet: hello, join, silence, two agents with one identity, and records that an agent misses."""
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
 from controlplane.machine.events import PeerLost, Retired
-from controlplane.machine.fleet import PAGE
-from schemas.commands import Checkpoint, EngineCommand, ProfileCommand, ProfilePlan, Target
-from schemas.desired import ALL_TAGS, Committed, Desired, ProfileSession
+from controlplane.machine.publishing import PAGE
+from controlplane.machine.replicas import syncing_replicas
+from schemas.agent_status import AgentStatus
+from schemas.commands import Checkpoint, Command, EngineCommand, ProfileCommand, ProfilePlan, Target, WeightSync
+from schemas.desired import ALL_TAGS, Committed, Desired, ProfileSession, desired_after
 from schemas.errors import CommandFailed
-from schemas.identity import RolloutMode
+from schemas.identity import Identity, RolloutMode
 from schemas.outcomes import Missing
-from schemas.reports import AgentStatus
 from schemas.wire import Rejoin, Welcome, decode_command
 from tests.unit.fleets import DONE, NO, NOT_PRIMARY, SECOND_US, SETTINGS, Coordinator, lines
 from tests.unit.machines import START, STOP
@@ -171,6 +174,8 @@ def test_an_agent_that_is_away_counts_from_its_loss_until_it_has_joined() -> Non
     bus.hello("0.0", "b", at_us=30 * SECOND_US)
     bus.issue(PAUSE, at_us=31 * SECOND_US)
     assert bus.reports[0].outcomes[0].conclusion == Missing("absent", away_ms=21_000)
+    bus.issue(PAUSE, at_us=9 * SECOND_US)  # asked for on another thread a moment before the loss was noticed
+    assert bus.reports[0].outcomes[0].conclusion == Missing("absent", away_ms=0)
     bus.join("0.0", "b")
     bus.issue(RESUME)
     assert bus.reports == [] and bus.state.open[0].waiting == {"0.0"}
@@ -355,6 +360,73 @@ def test_a_holder_that_comes_back_is_not_a_rival_of_itself() -> None:
     assert isinstance(bus.sent[0][1], Welcome) and bus.state.claims == {}
 
 
+# --- nodes of one replica that disagree ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ({"mode": RolloutMode.COLOCATED}, "mode colocated, 2 nodes, 1 GPUs on each"),
+        ({"nnodes": 3}, "mode hybrid, 3 nodes, 1 GPUs on each"),
+        ({"gpus": 8}, "mode hybrid, 2 nodes, 8 GPUs on each"),
+    ],
+)
+@pytest.mark.parametrize(("first", "second"), [("0.0", "0.1"), ("0.1", "0.0")])
+def test_a_node_that_disagrees_with_a_live_one_of_its_replica_is_turned_away(
+    first: str, second: str, shape: dict[str, Any], words: str
+) -> None:
+    bus = Coordinator(first)
+    over_us = (SETTINGS.agent_timeout_ms + SETTINGS.heartbeat_ms) * 1000
+    for at_us in (5, 6 + over_us):
+        bus.hello(second, at_us=at_us, **shape)
+        ((_, message),) = bus.sent
+        assert isinstance(message, Rejoin) and message.give_up == (at_us > over_us), "it may be about to restart too"
+        assert f"agent {second} was given {words}, and agent {first} of the same replica mode hybrid" in message.reason
+    assert set(bus.state.members) == {first} and bus.pinged == [f"{first}/a"]
+
+
+def test_another_replica_may_have_another_shape() -> None:
+    bus = Coordinator("0.0", "0.1")
+    bus.hello("1.0", nnodes=1, gpus=8)
+    assert isinstance(bus.sent[0][1], Welcome)
+
+
+def test_a_replica_whose_nodes_are_all_away_returns_with_another_shape_its_first_node_first() -> None:
+    bus = Coordinator("0.0", "0.1")
+    bus.lose("0.0")
+    bus.hello("0.0", "b", gpus=8)
+    ((_, message),) = bus.sent
+    assert isinstance(message, Rejoin), "the second node is live, and has the old shape"
+    bus.lose("0.1")
+    bus.hello("0.1", "b", gpus=8)
+    ((_, message),) = bus.sent
+    assert isinstance(message, Rejoin) and not message.give_up, "the first node decides"
+    for agent in ("0.0", "0.1"):
+        bus.hello(agent, "b", gpus=8)
+        assert isinstance(bus.sent[0][1], Welcome)
+        bus.join(agent, "b")
+    assert lives(bus) == {"0.0": "live", "0.1": "live"}
+
+
+@pytest.mark.parametrize("asks", [START, EngineCommand(operation="pause")])
+def test_what_is_desired_of_a_replica_follows_from_its_first_node_whatever_a_lost_one_was(asks: Command) -> None:
+    """A replica of two nodes returns as a colocated one of one node, while its old second node is known."""
+    bus = Coordinator("0.0", "0.1")
+    for agent in ("0.0", "0.1"):
+        bus.lose(agent)
+    bus.sync(1)
+    identity = Identity(replica=0, node_rank=0, mode=RolloutMode.COLOCATED)
+    bus.hello("0.0", "b", mode=RolloutMode.COLOCATED, nnodes=1)
+    bus.join("0.0", "b")
+    agents = bus.snapshot
+    assert agents.sync is None and agents.committed is None, "as a new replica of that kind"
+    assert 0 not in syncing_replicas(bus.state, Target())
+    for command in (asks, WeightSync(version=2, phase="prepare", in_flight="abort", source=Checkpoint("v2"))):
+        bus.issue(command)
+        agents = desired_after(agents, command, True, identity)
+        assert bus.state.desired[0] == agents
+
+
 # --- missed records --------------------------------------------------------------------------------------------------
 
 
@@ -367,8 +439,7 @@ def bus_with_commands(commands: int) -> Coordinator:
 
 
 @pytest.mark.parametrize(
-    ("first", "credit", "seqs"),
-    [(1, 64, [1, 2, 3, 4]), (3, 64, [3, 4]), (2, 2, [2, 3]), (4, 1, [4])],
+    ("first", "credit", "seqs"), [(1, 64, [1, 2, 3, 4]), (3, 64, [3, 4]), (2, 2, [2, 3]), (4, 1, [4])]
 )
 def test_a_page_has_the_missing_records_in_order_and_no_more_than_the_credit(
     first: int, credit: int, seqs: list[int]
@@ -421,3 +492,15 @@ def test_a_replayed_record_is_the_command_that_was_published() -> None:
     bus.request_resend("0.0", 2)
     (record,) = bus.replayed
     assert decode_command(record.envelope.body) == START and record.origin == 1
+
+
+def test_what_was_commanded_before_the_second_node_of_a_new_kind_of_replica_is_back_is_still_desired() -> None:
+    bus = Coordinator("0.0", "0.1")
+    for agent in ("0.0", "0.1"):
+        bus.lose(agent)
+    bus.arrive("0.0", "b", mode=RolloutMode.COLOCATED)
+    bus.issue(EngineCommand(operation="pause"), target=Target(replicas=frozenset({0})))
+    desired = bus.state.desired[0]
+    assert desired.generation == "paused"
+    assert bus.arrive("0.1", "b", mode=RolloutMode.COLOCATED) == desired
+    assert bus.state.desired[0] == desired

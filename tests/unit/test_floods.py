@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from controlplane.bus.turns import FLOOD_TURNS, TURN_MAX, Turns
+from controlplane.bus.bus_loop import FLOOD_TURNS, TURN_MAX, BusLoop
 from controlplane.record.log import RunLog
 from schemas.config import BusConfig
 
@@ -21,12 +21,12 @@ class CutOff:
 
 
 @pytest.fixture
-def turns(tmp_path: Path) -> Iterator[Turns]:
+def turns(tmp_path: Path) -> Iterator[BusLoop]:
     with RunLog.open(tmp_path / "run.db") as log:
-        yield Turns(log, BusConfig())
+        yield BusLoop(log, BusConfig())
 
 
-def full_turns(turns: Turns, connections: int, count: int) -> int:
+def full_turns(turns: BusLoop, connections: int, count: int) -> int:
     """Take in turns in which these send one message after the other. Returns how many of them are cut off."""
     turns.router = router = CutOff()  # type: ignore[assignment]
     messages = [[b"%d" % (number % connections), b"", b""] for number in range(TURN_MAX)]
@@ -35,14 +35,14 @@ def full_turns(turns: Turns, connections: int, count: int) -> int:
     return router.times
 
 
-def test_a_connection_that_sends_faster_than_the_bus_reads_is_cut_off(turns: Turns) -> None:
+def test_a_connection_that_sends_faster_than_the_bus_reads_is_cut_off(turns: BusLoop) -> None:
     assert full_turns(turns, 1, FLOOD_TURNS - 1) == 0
     assert full_turns(turns, 1, 1) == 1
 
 
-def test_several_that_flood_together_are_cut_off_too(turns: Turns) -> None:
+def test_several_that_flood_together_are_cut_off_too(turns: BusLoop) -> None:
     assert full_turns(turns, 2, 4 * FLOOD_TURNS) > 0
 
 
-def test_a_fleet_that_answers_many_commands_in_lockstep_is_not_cut_off(turns: Turns) -> None:
+def test_a_fleet_that_answers_many_commands_in_lockstep_is_not_cut_off(turns: BusLoop) -> None:
     assert full_turns(turns, 64, 20 * FLOOD_TURNS) == 0  # each turn ends with the same agent's answer

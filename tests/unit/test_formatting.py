@@ -6,10 +6,11 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
+from schemas.agent_status import AgentStatus
 from schemas.commands import EngineCommand, WeightSync
 from schemas.formatting import MAX_LINES, Printable, format_agents, format_replicas
 from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing, Reason, Skipped, Trace
-from schemas.reports import AgentLine, AgentOutcome, AgentStatus, FleetStatus, Report, SyncReport
+from schemas.reports import AgentLine, AgentOutcome, FleetStatus, Report, SyncReport
 
 PAUSED = Acted(calls=("pause",))
 BROKEN = Failed(ErrorKind.ENGINE_ERROR, "it said [red] & <b>\nthen \x1b[31mthis")

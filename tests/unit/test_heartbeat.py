@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from controlplane.bus.turns import heartbeat_of
+from controlplane.bus.bus_loop import heartbeat_of
+from schemas.agent_status import AgentStatus
 from schemas.config import BusConfig
-from schemas.reports import AgentStatus
 from schemas.wire import TimeRequest
 from workers.link.heartbeat import ASKED_EVERY, FIRST_ASKED, Heartbeat
 from workers.machine.state import AgentState
@@ -54,8 +54,8 @@ def test_every_heartbeat_asks_a_bus_that_is_doubtful_and_one_that_is_new(agent: 
     agent.settle()
 
 
-@pytest.mark.parametrize(("agents", "interval_ms"), [(64, None), (2_000, None), (4_096, 4_096), (60_000, 5_000)])
-def test_a_large_fleet_sends_about_a_thousand_heartbeats_a_second_and_each_agent_two_in_its_timeout(
+@pytest.mark.parametrize(("agents", "interval_ms"), [(64, None), (500, None), (1_024, 4_096), (60_000, 5_000)])
+def test_a_large_fleet_sends_about_250_heartbeats_a_second_and_each_agent_two_in_its_timeout(
     agents: int, interval_ms: int | None
 ) -> None:
     assert heartbeat_of(BusConfig(), agents) == interval_ms

@@ -1,5 +1,6 @@
 """Each invariant is seen to be broken, in the record of a real run in which one thing is changed."""
 
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,15 +9,31 @@ import pytest
 from msgspec import Raw
 from msgspec.structs import replace
 
-from controlplane.cli.recorded import RecordedRun
+from controlplane.analysis import invariants
+from controlplane.analysis.invariants import Violation, verify
 from controlplane.machine.events import AnswersReceived, Conclude, Publish, Send, StatusReceived
 from controlplane.record.entries import LogEntry
-from controlplane.record.invariants import Violation, verify
-from schemas.commands import WeightSync
-from schemas.events import Answer, EngineReturned
-from schemas.outcomes import Acted, Failed, Skipped
+from controlplane.replay.recorded_run import RecordedRun
+from schemas.commands import Checkpoint, EngineCommand, Target, WeightSync
+from schemas.desired import Committed, Desired
+from schemas.events import (
+    Answer,
+    CommandReceived,
+    EngineObserved,
+    EngineReturned,
+    Event,
+    Observation,
+    Pause,
+    Perform,
+    SnapshotReceived,
+    Started,
+)
+from schemas.identity import Identity
+from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from schemas.reports import Report, SyncReport
 from schemas.wire import Rejoin, decode_command, encode
+from tests.unit.fleets import DONE, NO
+from tests.unit.test_report import Recorded
 
 REPLAYS = Path(__file__).parents[1] / "replays"
 TORN = RecordedRun(REPLAYS / "torn-fleet.db").entries
@@ -98,6 +115,38 @@ def test_i1_a_replica_out_of_service_that_generates() -> None:
     assert "quarantined since the sync to v2" in violation.text
 
 
+@pytest.mark.parametrize("tried_again", [False, True])
+def test_i1_a_replica_that_did_not_pause_and_was_left_to_generate(tried_again: bool) -> None:
+    """A failure excuses the decision that holds it, and nothing after it. The log goes on for two minutes."""
+
+    def edit(event: Any, effects: tuple[Any, ...]) -> Edited:
+        # replica 1 is quarantined and paused; this is its agent's answer to seq 6, after which it decides nothing
+        answers = [effect for effect in effects if isinstance(effect, Answer) and effect.seq == 6]
+        if not (isinstance(event, EngineReturned) and answers and event.observation is not None):
+            return None
+        failed = replace(answers[0], outcome=Failed(ErrorKind.ENGINE_ERROR, "No."))
+        again = (Perform(call_id=99, call=Pause("abort")),) if tried_again else ()
+        return replace(event, observation=replace(event.observation, generating=True)), (failed, *again)
+
+    entries = list(edited(TORN, edit, "1.0"))
+    at = next(
+        number
+        for number, entry in enumerate(entries)
+        if entry.agent == "1.0"
+        and any(isinstance(effect, Answer) and effect.seq == 6 for effect in entry.typed_effects())
+    )
+    bus = [entry for entry in entries[at + 1 :] if not entry.agent and entry.kind == "status"][:1]
+    later = [replace(entry, at_ns=entry.at_ns + 120_000_000_000) for entry in bus]
+    found = [str(violation) for violation in verify([*entries[: at + 1], *later])]
+    if tried_again:
+        assert found == []
+    else:
+        (text,) = found
+        assert text.startswith("I1 at record") and text.endswith(
+            "(1.0): generates, though quarantined since the sync to v2; a call failed, and none followed in a minute"
+        )
+
+
 def test_i2_other_weights_under_the_right_number() -> None:
     assert broken(TRAINED, see(digest="0" * 64), "0.0") == {"I2"}
 
@@ -113,6 +162,72 @@ def test_i3_two_outcomes_for_one_command() -> None:
     assert broken(TRAINED, edit, "0.0") == {"I3"}
 
 
+def recorded(number: int, event: Event, effects: tuple[Answer, ...]) -> LogEntry:
+    """A decision of agent 0.0, as the run's log has it."""
+    return LogEntry(
+        position=number,
+        at_ns=number,
+        agent="0.0",
+        kind=str(event.__struct_config__.tag),
+        journal="a",
+        number=number,
+        event=Raw(encode(event)),
+        effects=Raw(encode(effects)),
+    )
+
+
+def decisions(count: int) -> Iterator[LogEntry]:
+    """An agent that joins, and answers commands, each with an outcome of its own."""
+    for number in range(1, count + 1):
+        event: Event = SnapshotReceived(at_ms=0, epoch=1, seq=1, desired=Desired())
+        effects: tuple[Answer, ...] = ()
+        if number > 1:
+            flush = EngineCommand(operation="flush")
+            event = CommandReceived(
+                at_ms=number, epoch=1, origin=1, seq=number, ttl_ms=1, command=flush, target=Target()
+            )
+            failed = Failed(ErrorKind.ENGINE_ERROR, f"No. {number}")
+            effects = (Answer(epoch=1, seq=number, outcome=failed, rule=10),)
+        yield recorded(number, event, effects)
+
+
+def test_many_commands_that_waited_for_a_launch_and_are_answered_at_once_count_all_the_same() -> None:
+    """More than the answers that are kept: what is desired follows from all of them."""
+    first, syncs = Desired(committed=Committed(1, Checkpoint("v1"), None)), range(2, invariants.ANSWERS_KEPT * 3)
+    serving = Observation(engine="tiny 1", tokenizer="present", generating=True, version=syncs[-1])
+    decided: list[tuple[Event, tuple[Answer, ...]]] = [
+        (Started(at_ms=0, identity=Identity(replica=0, node_rank=0), incarnation="i"), ()),
+        (SnapshotReceived(at_ms=0, epoch=1, seq=1, desired=first), ()),
+    ]
+    for version in syncs:
+        commit = WeightSync(phase="commit", version=version, source=Checkpoint(f"v{version}"))
+        received = CommandReceived(at_ms=0, epoch=1, origin=1, seq=version, ttl_ms=1, command=commit, target=Target())
+        decided.append((received, ()))
+    skipped = Skipped(Reason.SUPERSEDED)
+    answers = tuple(Answer(epoch=1, seq=version, outcome=skipped, rule=10) for version in syncs)
+    decided.append((EngineObserved(at_ms=1, observation=serving), answers))
+    entries = [recorded(number, *decision) for number, decision in enumerate(decided, start=1)]
+    assert [str(found) for found in verify(entries)] == []
+
+
+def test_the_memory_of_a_check_does_not_grow_with_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invariants, "INTERNED_MAX", 256)
+    sizes = []
+
+    def measured() -> Iterator[LogEntry]:
+        for entry in decisions(6_000):
+            if entry.position % 2_000 == 0:
+                sizes.append(tracemalloc.get_traced_memory()[0])
+            yield entry
+
+    tracemalloc.start()
+    try:
+        assert list(verify(measured())) == []
+    finally:
+        tracemalloc.stop()
+    assert sizes[-1] - sizes[0] < 50_000, "4,000 answers are a megabyte"
+
+
 @pytest.mark.parametrize(
     ("seq", "other"), [(2, {"seq": 3}), (2, {"seq": 1}), (1, {"epoch": 9})], ids=["hole", "back", "older epoch"]
 )
@@ -122,15 +237,17 @@ def test_i4_seq_and_epoch_go_up(seq: int, other: dict[str, int]) -> None:
     assert "I4" in broken(TRAINED, edit)
 
 
-def test_i4_a_committed_version_never_goes_back() -> None:
+@pytest.mark.parametrize("same", [False, True], ids=["other weights", "the same weights, for those that missed them"])
+def test_i4_a_committed_version_never_goes_back(same: bool) -> None:
     def make(effect: Publish) -> Publish | None:
         command = decode_command(effect.envelope.body)
         if not isinstance(command, WeightSync) or command.phase != "commit":
             return None
-        body = Raw(encode(replace(command, version=99)))
+        source = Checkpoint("the same") if same else command.source
+        body = Raw(encode(replace(command, version=99, source=source, manifest=None)))
         return replace(effect, envelope=replace(effect.envelope, body=body))
 
-    assert broken(TRAINED, change(Publish, make)) == {"I4"}
+    assert ("I4" in broken(TRAINED, change(Publish, make), times=99)) is not same
 
 
 def test_i5_a_command_that_never_ends() -> None:
@@ -238,6 +355,55 @@ def test_i11_a_report_that_is_not_true(other: dict[str, Any], text: str) -> None
 
     (violation,) = verify(edited(TRAINED, change(Conclude, make)))
     assert violation.invariant == "I11" and text in violation.text
+
+
+def forgotten(bus: Recorded, **other: Any) -> list[str]:
+    """What the checker says of a run, as it was, and with something left out of its last sync report."""
+    assert [str(violation) for violation in verify(bus.entries)] == []
+    *earlier, last = bus.entries
+    effects = tuple(
+        replace(effect, report=replace(effect.report, **other))
+        if isinstance(effect, Conclude) and isinstance(effect.report, SyncReport)
+        else effect
+        for effect in last.typed_effects()
+    )
+    found = list(verify([*earlier, replace(last, effects=Raw(encode(effects)))]))
+    assert {violation.invariant for violation in found} == {"I11"}
+    return [violation.text for violation in found]
+
+
+def test_i11_a_report_that_keeps_back_that_a_replica_is_paused() -> None:
+    bus = Recorded("0.0", "1.0")
+    bus.issue(EngineCommand(operation="pause"), target=Target(replicas=frozenset({1})), operator=True)
+    bus.answer(a0_0=Skipped(Reason.NOT_TARGETED), a1_0=DONE)
+    bus.sync(1)
+    for _ in range(3):
+        bus.answer(a0_0=DONE, a1_0=DONE)
+    assert forgotten(bus, stopped=()) == ["the report of v1 does not say that replica 1 is paused or asleep"]
+
+
+def test_i11_an_aborted_report_that_keeps_back_a_replica_in_quarantine() -> None:
+    bus = Recorded("0.0", "1.0", "2.0")
+    bus.sync(1)
+    for left_out in (DONE, NO, DONE):
+        bus.answer(a0_0=DONE, a1_0=DONE, a2_0=left_out)
+    bus.sync(2)
+    bus.answer(a0_0=NO, a1_0=NO, a2_0=DONE)
+    bus.answer(a0_0=DONE, a1_0=DONE, a2_0=DONE)
+    assert forgotten(bus, quarantined=()) == ["the report of v2 does not name replica 2, which is in quarantine"]
+
+
+def test_i11_a_replica_that_served_the_version_before_is_proven_by_that() -> None:
+    stale, others = Skipped(Reason.STALE_VERSION), Skipped(Reason.NOT_TARGETED)
+    bus = Recorded("0.0", "1.0")
+    bus.sync(1, target=Target(replicas=frozenset({1})))
+    for _ in range(3):
+        bus.answer(a0_0=others, a1_0=DONE)
+    bus.sync(1)
+    for _ in range(3):
+        bus.answer(a0_0=DONE, a1_0=stale)
+    assert bus.synced[0].loaded == (0, 1)
+    assert forgotten(bus, loaded=(0,)) == ["the report of v1 does not name replica 1"]
 
 
 def test_i12_a_replica_that_went_on_with_old_weights() -> None:

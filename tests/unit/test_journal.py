@@ -1,20 +1,21 @@
 """The agent's journal: what is committed is found again, numbered as before, and what the bus has is dropped."""
 
-import os
+import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
 
 from schemas import events
-from schemas.carriers.framed_file import FramedFile
-from schemas.carriers.record_file import RecordFile
 from schemas.commands import EngineCommand, Target
 from schemas.desired import Desired
 from schemas.errors import AgentError, LogCorrupt, LogLocked
 from schemas.identity import Identity
+from schemas.storage import filesystems
+from schemas.storage.records import RecordReader
 from tests.unit import journal_files
 from workers.link import journal as journal_module
-from workers.link.journal import Journal
+from workers.link.journal import Journal, archive_journal
 from workers.machine.decide import LOGIC, decide
 
 SECOND = Identity(replica=0, node_rank=1, nnodes=2)
@@ -66,7 +67,7 @@ def seqs(journal: Journal, number: int, count: int = MANY, nbytes: int = MANY) -
 
 def test_a_journal_continues_where_it_was_committed(path: Path) -> None:
     journal = opened(path)
-    journal.join_run("run-1")
+    journal.join_run("run-1", 60_000)
     grow(journal, 100)
     state = journal.state
     grow(journal, 103, group=MANY)
@@ -74,19 +75,19 @@ def test_a_journal_continues_where_it_was_committed(path: Path) -> None:
     assert (journal.number, journal.committed) == (104, 103)
     with pytest.raises(LogLocked):
         opened(path)
-    journal._file.close()  # as a kill leaves it
-    again = opened(path)
+    killed = path.parent / "killed"  # as a kill leaves it
+    killed.mkdir()
+    for file in path.parent.glob("agent-*"):
+        shutil.copy(file, killed)
+    again = opened(killed / path.name)
     assert (again.id, again.run, again.number, again.committed) == (journal.id, "run-1", 103, 103)
     assert again.state.seq == state.seq + 3
     grow(again, 110)
     again.close()
-    assert opened(path).number == 110
+    assert opened(killed / path.name).number == 110
 
 
-@pytest.mark.parametrize("recent", [0, 40, 512])
-def test_batches_follow_each_other_wherever_they_end(path: Path, recent: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read from memory, from the file, or from both."""
-    monkeypatch.setattr(journal_module, "RECENT_MAX", recent)
+def test_batches_follow_each_other_wherever_they_end(path: Path) -> None:
     journal = opened(path)
     grow(journal, 200, group=7)
     for count in (1, 5, 7, 10, 300):
@@ -110,16 +111,14 @@ def test_what_the_bus_has_is_dropped_and_the_rest_keeps_its_numbers(
 ) -> None:
     monkeypatch.setattr(journal_module, "MARK_EVERY", 50)
     journal = opened(path)
-    journal.join_run("run-1")
+    journal.join_run("run-1", 60_000)
     sizes = []
     for number in range(100, 3000, 100):
         grow(journal, number)
         assert seqs(journal, number - 10) == (number - 9, list(range(number - 11, number - 1)))
         journal.release(number - 20)
-        if journal._file._made is not None:
-            journal._file._made.result()
-        sizes.append(path.stat().st_size)
-    assert max(sizes) < 3 * sizes[0]
+        sizes.append(journal._file.used_bytes)
+    assert max(sizes) < 4 * sizes[0]
     oldest, found = seqs(journal, 0)
     assert 2900 - 20 >= oldest > 2900 - 3 * 50 - 100
     assert found == list(range(oldest - 2, 2899))
@@ -146,49 +145,90 @@ def test_decisions_that_the_bus_lacks_are_kept_however_many(path: Path, monkeypa
 def test_a_commit_that_was_interrupted_after_it_was_written_is_not_written_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append = FramedFile.append
-
-    def interrupted(file: FramedFile, kind: int, payload: bytes) -> None:
-        append(file, kind, payload)
-        raise KeyboardInterrupt
-
     journal = opened(path)
+    cursor = journal._file._cursor
+
+    class Interrupted:
+        """Ctrl-C, right after a statement."""
+
+        def execute(self, statement: str, values: tuple[object, ...] = ()) -> None:
+            cursor.execute(statement, values)
+            if statement.startswith(("INSERT", "COMMIT")):
+                raise KeyboardInterrupt
+
+        executemany = staticmethod(cursor.executemany)
+
     grow(journal, 10)
-    with monkeypatch.context() as patch:
-        patch.setattr(FramedFile, "append", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            grow(journal, 12)
-    grow(journal, 15)
-    assert seqs(journal, 2) == (3, list(range(1, 14)))
+    for last in (11, 14):  # one decision, and a group
+        with monkeypatch.context() as patch:
+            patch.setattr(journal._file, "_cursor", Interrupted())
+            with pytest.raises(KeyboardInterrupt):
+                grow(journal, last, group=MANY)
+    grow(journal, 17)
+    assert seqs(journal, 2) == (3, list(range(1, 16)))
     journal.close()
-    assert len(journal_files.entries(path)) == opened(path).number == 15
+    assert len(journal_files.entries(path)) == opened(path).number == 17
 
 
-def test_a_damaged_journal_says_what_to_do_and_is_left_as_it_is(path: Path) -> None:
+def test_where_processes_share_no_memory_a_journal_has_a_rollback_journal(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filesystems, "is_network", lambda filesystem: True)
+    journal = opened(path)
+    grow(journal, 20)
+    assert not Path(f"{path}-wal").exists()
+    journal.close()
+    assert opened(path).number == 20
+
+
+def test_a_damaged_journal_says_what_to_do_and_keeps_what_is_readable(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the damage is before the newest mark, so that the machine is not folded over it."""
+    monkeypatch.setattr(journal_module, "MARK_EVERY", 60)
     journal = opened(path)
     grow(journal, 100)
     journal.close()
-    spoiled = bytearray(path.read_bytes())
-    spoiled[len(spoiled) // 2] ^= 1
-    path.write_bytes(spoiled)
-    with pytest.raises(LogCorrupt, match=r"is damaged.*Move the file away: the agent then begins a new journal"):
-        opened(path)
-    assert path.read_bytes() == spoiled
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE records SET body = zeroblob(20) WHERE position = 50")
+    database.close()
+    for _ in range(2):
+        with pytest.raises(LogCorrupt, match=r"record 50.*Move the file away: the agent then begins a new journal"):
+            opened(path)
+    with RecordReader.open(path) as reader, pytest.raises(LogCorrupt):
+        found = [record.position for record in reader.records() if record.position < 50 or pytest.fail("damaged")]
+        assert found == list(range(1, 50))
 
 
-def test_a_journal_of_an_earlier_version_is_refused_and_left_as_it_is(path: Path) -> None:
-    earlier = path.with_suffix(".db")
-    header = {"journal": "j", "logic": str(LOGIC), "agent": "0.1"}
-    with RecordFile.open(earlier, header) as file:
-        file.append("tick", "0.1", 1, b"a decision")
-    before = earlier.read_bytes()
-    with pytest.raises(AgentError, match=r"agent-0\.1\.db cannot be continued.*SQLite.*move the file away"):
+def test_a_journal_without_the_state_after_what_was_dropped_is_damaged(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "MARK_EVERY", 50)
+    journal = opened(path)
+    grow(journal, 100)
+    journal.release(100)
+    grow(journal, 101)
+    journal.close()
+    with sqlite3.connect(path) as database:
+        database.execute("DELETE FROM marks")
+    database.close()
+    with pytest.raises(LogCorrupt, match=r"the state after decision \d+ is missing.*Move the file away"):
         opened(path)
-    assert earlier.read_bytes() == before and os.listdir(path.parent) == [earlier.name]
-    earlier.rename(path.with_suffix(".old"))
-    opened(path).close()
-    earlier.touch()
-    opened(path).close()  # an agent that has a journal has left the earlier one behind
+
+
+def test_an_archived_journal_keeps_what_a_reader_kept_from_its_file(path: Path) -> None:
+    journal = opened(path)
+    grow(journal, 20)
+    with RecordReader.open(path) as reader:
+        next(reader.records())
+        reading = reader._connection.execute("SELECT position FROM records")
+        reading.fetchone()
+        journal.close()
+        archive_journal(path)
+        opened(path).close()
+    kept = path.with_suffix(".previous.journal")
+    assert len(journal_files.entries(kept)) == 20 and journal_files.entries(path) == []
+    assert {near.name for near in path.parent.iterdir() if "previous" not in near.name} == {path.name}
 
 
 def test_a_journal_of_another_agent_or_logic_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

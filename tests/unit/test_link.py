@@ -9,19 +9,21 @@ import pytest
 from msgspec.structs import replace
 
 from schemas import wire
-from schemas.carriers.sockets import Context
+from schemas.agent_status import AgentStatus
 from schemas.commands import ProfileCommand
 from schemas.config import AgentConfig
 from schemas.desired import Desired
 from schemas.errors import AgentError, BusAddressError, EngineError, IdentityTaken, LogLocked
 from schemas.events import CommandReceived, Decision
+from schemas.logs import RateLimit
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
-from schemas.reports import AgentStatus
+from schemas.transport.sockets import Context
 from tests.running import python
 from tests.unit.small_bus import FLUSH, PAUSE, PRIMARY, SECOND, STRANGER, Bus, Engine, Run, reaches, recorded, running
 from tests.waiting import until
 from workers.agent import Agent
 from workers.link.connection import Connection
+from workers.machine.readiness import in_sync
 
 pytestmark = pytest.mark.anyio
 
@@ -79,12 +81,12 @@ async def test_hello_is_repeated_until_it_is_answered(bus: Bus, run: Run) -> Non
 async def test_an_agent_waits_for_a_bus_that_has_not_started_and_says_so(
     context: Context, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.link.warnings.FIRST_WARNING_S", 0.01)
+    monkeypatch.setattr("workers.link.connection.FIRST_WARNING_S", 0.01)
     address = f"ipc://{tmp_path}/bus"
     with caplog.at_level(logging.WARNING):
         async with running(address, context, engine, tmp_path) as agent, anyio.create_task_group() as tasks:
             with anyio.fail_after(10):
-                while f"waits: nobody listens at {address}" not in caplog.text:
+                while f"waits: nothing listens at {address}" not in caplog.text:
                     await anyio.lowlevel.checkpoint()
             bus = Bus(context, address)
             tasks.start_soon(bus.serve)
@@ -98,7 +100,7 @@ async def test_an_agent_loses_and_finds_only_a_bus_that_it_had(
     context: Context, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = anyio.Event()
-    original = Connection._ask_elsewhere
+    original = Connection._try_second_connection
 
     async def ask_elsewhere(connection: Connection) -> None:
         asked.set()
@@ -106,7 +108,7 @@ async def test_an_agent_loses_and_finds_only_a_bus_that_it_had(
 
     monkeypatch.setattr("workers.link.link.SILENT_MS", -1_900)  # beside one heartbeat for a first hello
     monkeypatch.setattr("workers.link.connection.BUSY_S", 0.1)
-    monkeypatch.setattr(Connection, "_ask_elsewhere", ask_elsewhere)
+    monkeypatch.setattr(Connection, "_try_second_connection", ask_elsewhere)
     address = f"ipc://{tmp_path}/bus"
     with caplog.at_level(logging.INFO):
         async with running(address, context, engine, tmp_path) as agent, anyio.create_task_group() as tasks:
@@ -165,7 +167,7 @@ async def test_an_agent_that_joins_a_newer_bus_asks_for_the_desired_state_once(
             await bus.next(AgentStatus)
         assert not [message for message in bus.ignored if isinstance(message, wire.Join)]
         bus.say(wire.Snapshot(desired=Desired()))
-        await reaches(agent, lambda state: state.epoch == 2 and not state.diverged)
+        await reaches(agent, lambda state: state.epoch == 2 and not state.needs_snapshot)
         tasks.cancel_scope.cancel()
 
 
@@ -248,7 +250,7 @@ async def test_an_agent_ahead_of_a_bus_that_lost_its_tail_follows_it_and_says_so
         await bus.next(wire.Join)
         bus.say(wire.Snapshot(desired=Desired(generation="paused")))
         state = await reaches(agent, lambda state: state.epoch == 2 and not state.engine.generating)
-        assert state.seq == 2 and not state.diverged
+        assert state.seq == 2 and not state.needs_snapshot
     assert "had applied the commands up to seq 3 of epoch 1, and the bus of epoch 2 goes on after seq 2" in caplog.text
 
 
@@ -279,12 +281,15 @@ async def test_a_frame_too_large_on_the_subscription_cuts_it_off_and_the_agent_s
     bus.head_interval_ms = 20
     async with run() as agent, anyio.create_task_group() as tasks:
         await bus.admit()
+        tasks.start_soon(serve_time, bus)
+        tasks.start_soon(bus.send_heads)  # or it subscribes anew for want of them
         await reaches(agent, lambda state: state.joined)
+        subscribed = b"\x01" + wire.TOPIC_HEAD
+        await until(lambda: subscribed in bus.subscriptions)  # the bus may read it after the agent has joined by it
         bus.subscriptions.clear()
         bus.raw(wire.TOPIC_COMMAND, wire.encode_header(1, 1, 1), TOO_LARGE)
-        tasks.start_soon(serve_time, bus)
         with anyio.fail_after(20):
-            await until(lambda: b"\x01" + wire.TOPIC_HEAD in bus.subscriptions)
+            await until(lambda: subscribed in bus.subscriptions)
         bus.seq = 0
         bus.publish(PAUSE)
         await reaches(agent, lambda state: state.seq == 1)
@@ -334,24 +339,72 @@ async def test_silence_for_the_length_of_the_lease_ends_a_pause(bus: Bus, engine
         await bus.admit()
         bus.publish(PAUSE)
         await reaches(agent, lambda state: not state.engine.generating)
-        await reaches(agent, lambda state: state.diverged and state.engine.generating)
+        await reaches(agent, lambda state: state.needs_snapshot and state.engine.generating is True)
         bus.raw(wire.TOPIC_HEAD, wire.encode_header(bus.epoch, 0, bus.seq), b"\xc0")
         await bus.next(wire.Join)
         bus.say(wire.Snapshot(desired=Desired(generation="paused")))
-        await reaches(agent, lambda state: not state.diverged and not state.engine.generating)
+        await reaches(agent, lambda state: not state.needs_snapshot and not state.engine.generating)
+
+
+async def test_the_lease_of_an_agent_that_restarts_without_a_bus_counts_from_its_start(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path, run: Run
+) -> None:
+    bus.lease_ms = 100
+    async with run() as agent:
+        await bus.admit()
+        bus.publish(PAUSE)
+        await bus.outcome(1)
+    assert not engine.generating
+    address = bus.address
+    bus.close()
+    async with running(address, context, engine, tmp_path) as agent:
+        await reaches(agent, lambda state: state.engine.generating is True)
+        assert not agent.state.joined and not in_sync(agent.state)
+
+
+async def test_an_engine_that_waits_for_a_bus_pauses_although_its_agent_restarts_without_one(
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path, run: Run
+) -> None:
+    bus.lease_ms = 100
+    async with run():
+        await bus.admit()
+    address = bus.address
+    bus.close()
+    async with running(address, context, engine, tmp_path, on_lost_bus="pause") as agent:
+        await reaches(agent, lambda state: not state.engine.generating)
+
+
+async def test_a_bus_of_which_only_one_port_is_within_reach_renews_no_lease(bus: Bus, engine: Engine, run: Run) -> None:
+    """It welcomes the agent and answers each request for the time, and publishes nothing that arrives."""
+    bus.lease_ms = 300
+    async with run() as agent:
+        await bus.admit()
+        bus.publish(PAUSE)
+        await bus.outcome(1)
+    async with run() as agent, anyio.create_task_group() as tasks:
+        await bus.next(wire.Hello)
+        bus.say(replace(bus.welcome(), publish_port=1))
+
+        async def answer() -> None:
+            while True:
+                request = await bus.next(wire.TimeRequest)
+                bus.say(wire.TimeReply(sent_ns=request.sent_ns, received_ns=1, replied_ns=1))
+
+        tasks.start_soon(answer)
+        await reaches(agent, lambda state: state.engine.generating is True)
+        assert not agent.state.joined
+        tasks.cancel_scope.cancel()
 
 
 async def test_malformed_messages_are_counted_logged_once_and_change_nothing(
-    bus: Bus, run: Run, caplog: pytest.LogCaptureFixture
+    bus: Bus, run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("workers.link.link.malformed_logger.filters", [RateLimit(1, 60.0)])  # not the other loop's
     good = wire.encode(bus.envelope(PAUSE))
     hostile = [
-        (wire.TOPIC_COMMAND,),
-        (wire.TOPIC_HEAD, b"", b""),
+        *((wire.TOPIC_COMMAND,), (wire.TOPIC_HEAD, b"", b"")),
         (wire.TOPIC_COMMAND, b"\xc1", good),
-        (wire.TOPIC_COMMAND, wire.encode_header(0, 1, 1), good),
-        (wire.TOPIC_COMMAND, wire.encode_header(1, 0, 1), good),
-        (wire.TOPIC_COMMAND, wire.encode_header(1, 1, 0), good),
+        *((wire.TOPIC_COMMAND, wire.encode_header(*head), good) for head in ((0, 1, 1), (1, 0, 1), (1, 1, 0))),
         (wire.TOPIC_COMMAND, wire.encode_header(1, 1, 2**63), good),
         (wire.TOPIC_COMMAND, wire.encode_header(1, 1, 1), good, b"more"),
         (wire.TOPIC_COMMAND, wire.encode_header(1, 1, 1), good.replace(b"run-1", b"run-2")),
@@ -374,7 +427,7 @@ async def test_malformed_messages_are_counted_logged_once_and_change_nothing(
             assert before.seq == 0 and agent.state.seq == 1
             assert agent.malformed == len(hostile) + 3
     lines = [line for line in caplog.messages if "malformed" in line]
-    assert len(lines) == 1 and "sha256" in lines[0]
+    assert len(lines) == 1 and "dropped a malformed message from the bus (1 so far): a message has 2 frames" in lines[0]
 
 
 @pytest.mark.parametrize("way", ["published", "resent"])

@@ -21,11 +21,14 @@ from schemas.events import (
     Returned,
     SnapshotReceived,
     Started,
+    Tick,
 )
 from schemas.identity import Operation
 from schemas.outcomes import ErrorKind, Failed
-from tests.unit.machines import PRESENT, PRIMARY, START, agent, command
-from workers.machine.decide import AgentState, decide, in_sync, next_deadline
+from tests.unit.machines import PRESENT, PRIMARY, START, agent, command, sync
+from workers.machine.decide import decide, next_deadline
+from workers.machine.readiness import in_sync, trouble
+from workers.machine.state import AgentState
 
 
 def fold(state: AgentState, *events: Event) -> AgentState:
@@ -177,3 +180,36 @@ def test_a_relaunched_engine_is_reconciled_even_if_reconciling_had_failed() -> N
     assert effects == () and state.reconcile_blocked
     _, effects = decide(state, observed(replace(PRESENT, instance="launch 2")))
     assert effects == (Perform(call_id=2, call=Pause("abort")),)
+
+
+# --- an engine that does not pause ------------------------------------------------------------------------------------
+
+
+def unpausable(times: int) -> tuple[AgentState, list[int]]:
+    """A replica that the commit of version 1 left out, and whose engine did not pause; and when it was asked to."""
+    state = fold(agent(), command(sync("commit", quarantine=frozenset({0})), 1))
+    asked: list[int] = []
+    at_ms = 0
+    while state.activity is not None and len(asked) < times:
+        asked.append(at_ms)
+        failed = Fault("engine_error", "No.")
+        state, _ = decide(
+            state, EngineReturned(at_ms=at_ms, call_id=state.calls_made, result=failed, observation=PRESENT)
+        )
+        if state.activity is None:
+            at_ms = next_deadline(state) or 0
+            state, _ = decide(state, Tick(at_ms=at_ms - 1))
+            assert state.activity is None
+            state, _ = decide(state, Tick(at_ms=at_ms))
+    return state, asked
+
+
+def test_an_engine_that_does_not_pause_is_asked_again_until_it_does() -> None:
+    state, asked = unpausable(6)
+    assert asked == [0, 0, 1_000, 3_000, 7_000, 15_000], "by the command, at once by itself, and then now and then"
+    paused = replace(PRESENT, generating=False)
+    state, effects = decide(
+        state, EngineReturned(at_ms=30_000, call_id=state.calls_made, result=Returned(), observation=paused)
+    )
+    assert effects == () and not state.engine.generating and next_deadline(state) is None
+    assert trouble(state) == "left out of version 1; waits for the next committed sync, or a restart"

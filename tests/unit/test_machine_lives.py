@@ -4,7 +4,16 @@ import pytest
 from msgspec.structs import replace
 
 from schemas import events
-from schemas.commands import Checkpoint, Command, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
+from schemas.commands import (
+    Checkpoint,
+    Command,
+    EngineCommand,
+    EpochStart,
+    Finish,
+    ProfileCommand,
+    ProfilePlan,
+    Target,
+)
 from schemas.desired import ALL_TAGS, Committed, Desired, ProfileSession, Syncing
 from schemas.identity import Operation
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
@@ -22,8 +31,9 @@ from tests.unit.machines import (
     manifest,
     sync,
 )
-from workers.machine.decide import AgentState, in_sync, next_deadline
-from workers.machine.state import REMEMBERED, call_name
+from workers.machine.decide import next_deadline
+from workers.machine.readiness import in_sync
+from workers.machine.state import REMEMBERED, AgentState, call_name
 
 PAUSE, RESUME, FLUSH, SLEEP, WAKE = (
     EngineCommand(operation=name) for name in ("pause", "resume", "flush", "sleep", "wake")
@@ -70,7 +80,8 @@ def test_commands_received_before_the_snapshot_are_decided_after_it_unless_it_co
 def test_a_late_joiner_is_brought_to_the_desired_state_without_a_command() -> None:
     state, effects = fold(AgentState(), RESTARTED, observed(PAUSED), snapshot(Desired(committed=V1), seq=7))
     state, calls, seen = carry_out(state, effects, PAUSED)
-    assert [call_name(call) for call in calls] == ["check_source", "load", "flush", "resume"]
+    # It was found paused, so requests may be frozen, and those that can't be computed anew would refuse the flush.
+    assert [call_name(call) for call in calls] == ["check_source", "load", "resume", "flush"]
     assert answers(effects) == [] and in_sync(state) and seen.generating
 
 
@@ -174,9 +185,9 @@ EPOCH_START = EpochStart(previous_epoch=1, logic=1)
 )
 def test_an_agent_ahead_of_a_bus_that_lost_its_tail_takes_the_snapshot_that_it_asks_for(first: events.Event) -> None:
     state, effects = fold(ahead(), first)
-    assert effects == [events.RequestSnapshot()] and state.diverged and not in_sync(state)
+    assert effects == [events.RequestSnapshot()] and state.needs_snapshot and not in_sync(state)
     state, effects = fold(state, snapshot(Desired(), 2, 2))
-    assert (state.epoch, state.seq, state.diverged) == (2, 2, False) and in_sync(state)
+    assert (state.epoch, state.seq, state.needs_snapshot) == (2, 2, False) and in_sync(state)
     state, effects = fold(state, command(FLUSH, 3, epoch=2))
     first_answer = answers(effects)[0]
     assert (first_answer.seq, first_answer.rule) == (3, 6)  # not the answer of the lost command
@@ -186,14 +197,31 @@ def test_an_agent_ahead_of_a_bus_that_lost_its_tail_takes_the_snapshot_that_it_a
 
 def test_a_bus_that_lost_nothing_is_followed_without_a_snapshot() -> None:
     state, effects = fold(ahead(), events.HeadSeen(at_ms=0, epoch=2, seq=4), command(EPOCH_START, 4, epoch=2))
-    assert [answer.seq for answer in answers(effects)] == [4] and not state.diverged
+    assert [answer.seq for answer in answers(effects)] == [4] and not state.needs_snapshot
+
+
+@pytest.mark.parametrize("previous", [1, 3])
+def test_a_life_that_does_not_follow_the_history_of_the_agent_is_entered_by_a_snapshot_only(previous: int) -> None:
+    state = agent(SECOND, epoch=2)
+    state, effects = fold(state, command(EpochStart(previous_epoch=previous, logic=1), 1, epoch=4))
+    assert effects == [events.RequestSnapshot()] and state.needs_snapshot and state.seq == 0
+
+
+def test_a_version_that_is_tried_again_behind_its_abort_supersedes_no_part_of_the_first_try() -> None:
+    launching = agent(seen=replace(PAUSED, tokenizer="unknown"))
+    waiting = [sync("prepare", 1), sync("abort", 1), sync("prepare", 1)]
+    state, _ = fold(launching, *(command(body, seq) for seq, body in enumerate(waiting, start=1)))
+    state, effects = fold(state, observed(PAUSED))
+    _, _, _ = carry_out(state, effects, PAUSED)
+    assert [answer.seq for answer in answers(effects)] == [1, 2, 3]
+    assert Skipped(Reason.SUPERSEDED) not in [answer.outcome for answer in answers(effects)]
 
 
 def test_the_newest_answers_are_stored() -> None:
     state = agent(SECOND)
     for seq in range(1, 5 * REMEMBERED):
         state, _ = fold(state, command(FLUSH, seq))
-    assert REMEMBERED <= len(state.answers) <= 2 * REMEMBERED
+        assert min(seq, REMEMBERED) <= len(state.answers) <= 2 * REMEMBERED
     newest, oldest = 5 * REMEMBERED - 1, 1
     (again,) = answers(fold(state, command(FLUSH, newest))[1])
     assert again.outcome == Skipped(Reason.NOT_PRIMARY)
@@ -407,6 +435,20 @@ def test_a_launching_engine_does_not_resolve_a_cut_off_call() -> None:
     assert effects == [] and state.interrupted is not None
     _, effects = fold(state, observed(PAUSED))
     assert [type(effect) for effect in effects] == [events.Answer]
+
+
+def test_the_end_of_a_call_that_needed_no_engine_resolves_a_cut_off_call_too() -> None:
+    state, seq = cut_off("start_profile")
+    hidden = replace(PRESENT, profiling=None)
+    plan = ProfilePlan(finish=Finish(relocate=True))
+    finish = ProfileCommand(action="finish", step=3, plan=plan, profiled_steps=(3,))
+    other = Desired(profile=ProfileSession(4, ProfilePlan()))
+    state, effects = fold(state, snapshot(other, seq), command(finish, seq + 1))
+    assert names(effects) == ["finish_profile"] and state.activity is not None
+    done = events.EngineReturned(at_ms=1, call_id=state.activity.call_id, result=events.Returned(), observation=hidden)
+    state, effects = fold(state, done)
+    assert [answer.seq for answer in answers(effects)] == [seq, seq + 1] and names(effects) == ["stop_profile"]
+    assert state.interrupted is None
 
 
 def test_a_cut_off_profile_start_is_stopped_if_it_is_not_desired() -> None:

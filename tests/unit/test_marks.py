@@ -11,28 +11,21 @@ from msgspec import Raw
 
 from bench.logs import Run
 from controlplane.bus.bus import Bus
-from controlplane.cli.reducers import new_replayer, replay_log
+from controlplane.cli.replay_log import new_replayer, replay_log
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
-from controlplane.machine.events import CoordinatorEvent, HelloReceived, SyncRequested
-from controlplane.machine.fleet import plain
-from controlplane.machine.weights import Sync
+from controlplane.machine.events import CoordinatorEvent
 from controlplane.record import log as log_module
-from controlplane.record import marks as marks_module
-from controlplane.record.bodies import inflated
 from controlplane.record.entries import AgentMark, LogEntry, LogItem, LogMark
 from controlplane.record.log import RunLog
-from controlplane.record.marks import CoordinatorMark, decode_mark, decode_state, mark_pieces, mark_steps
-from schemas.carriers.record_file import RecordFile
-from schemas.carriers.records import RecordReader
-from schemas.carriers.sockets import Context
-from schemas.commands import EngineCommand, Pushed, Target
+from controlplane.record.marks import CoordinatorMark, decode_mark, decode_state, encode_mark
+from schemas.commands import EngineCommand, Target
 from schemas.config import BusConfig
 from schemas.errors import LogCorrupt, LogError, ReplayDiffers
-from schemas.identity import Identity
-from schemas.outcomes import Acted
-from schemas.reports import AgentOutcome, Report
-from schemas.wire import Hello, encode
-from tests.running import rolloutctl
+from schemas.storage.record_file import RecordFile
+from schemas.storage.records import RecordReader
+from schemas.transport.sockets import Context
+from schemas.wire import encode
+from tests.running import typed
 from tests.unit.small_bus import PRIMARY, Engine, running
 from workers.link import upload
 from workers.machine.state import AgentState
@@ -88,9 +81,8 @@ def test_a_log_opens_from_its_newest_mark_and_comes_to_the_same_state(tmp_path: 
 
 
 def without_marks(path: Path) -> None:
-    """Make of a log what an earlier version wrote."""
     connection = sqlite3.connect(path)
-    connection.execute("DROP TABLE marks")
+    connection.execute("DELETE FROM marks")
     connection.commit()
     connection.close()
 
@@ -129,117 +121,13 @@ def test_a_mark_is_in_the_file_only_together_with_its_records(tmp_path: Path) ->
                 reader.mark(2)
         for _ in range(3):
             file.append_mark(1, b"again")
-        file.truncate_before(2)
+        file.drop_before(2)
+        file.commit()
         file.commit()
         assert file.mark_positions() == [1, 2]
-        file.truncate_before(3)
+        file.drop_before(3)
+        file.commit()
         assert file.mark_positions() == [2]
-
-
-def test_a_mark_is_made_with_the_next_record_and_stands_after_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its cost is in another turn of the bus than that which took it. What ends the log ends with its mark."""
-    monkeypatch.setattr(log_module, "MARK_RECORDS", 5)
-    path = write(tmp_path / "run.db", 3)
-    event = next(entry for entry in RunLog.read(path) if entry.kind == "opened").typed_event()
-    before = [mark.position for mark in marks(path)]
-    with RunLog.open(path) as log:
-        marked = []
-        for _ in range(7):
-            state, effects = decide(log.state, event)  # type: ignore[arg-type]
-            log.append(event, effects, 1, state)  # type: ignore[arg-type]
-            if log._mark is not None:
-                marked.append(log._file.next_position - 1)
-            log.commit()
-            assert not marked or marked[-1] not in log._file.mark_positions() or log._mark is None
-    assert marked and [mark.position for mark in marks(path)] == [*before, *marked]
-
-
-def test_a_mark_of_a_large_fleet_is_made_in_several_groups_and_is_that_of_its_record(tmp_path: Path) -> None:
-    state, members = CoordinatorState(), 2_000
-    log = RunLog.open(tmp_path / "run.db")
-
-    def decided(event: CoordinatorEvent, *, may_mark: bool) -> CoordinatorState:
-        after, effects = decide(state, event)
-        log.append(event, effects, 1, after if may_mark else None)
-        return after
-
-    state = decided(msgspec.structs.replace(opened(tmp_path), run=log.run), may_mark=False)
-    for number in range(members):
-        state = decided(hello(number), may_mark=number == members - 1)
-    log.commit()
-    position, recorded_state = log._file.last_position, state
-    groups = 0
-    while log._mark is not None:
-        assert position not in log._file.mark_positions()
-        state = decided(hello(groups, "another"), may_mark=True)
-        log.commit()
-        groups += 1
-    assert groups > 3
-    (mark,) = marks(tmp_path / "run.db")
-    assert mark.position == position and decode_state(mark) == recorded_state
-    log.close()
-    assert replay_log(RunLog.walk(tmp_path / "run.db")).marks >= 1
-
-
-def opened(tmp_path: Path) -> CoordinatorEvent:
-    path = write(tmp_path / "other.db", 1)
-    return next(entry for entry in RunLog.read(path) if entry.kind == "opened").typed_event()  # type: ignore[return-value]
-
-
-def hello(replica: int, incarnation: str = "first") -> HelloReceived:
-    said = Hello(identity=Identity(replica=replica, node_rank=0), incarnation=incarnation, journal="j", host="h", pid=1)
-    peer = f"{said.identity.agent}/{incarnation}/00{replica:08x}"
-    return HelloReceived(at_us=1, at_ns=1, peer=peer, hello=said, recorded_decisions=0)
-
-
-def test_a_process_that_ends_before_a_mark_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(marks_module, "STEP_BYTES", 1)
-    path = tmp_path / "run.db"
-    run = Run(path, agents=3)
-    run.commands(300)
-    made, taken = run._log._file.mark_positions(), run._log._mark
-    assert made and taken is not None and taken.position not in made
-    with RecordReader.open(path) as reader:
-        reader.copy_to(tmp_path / "copy.db")  # what a kill would leave
-    with RunLog.open(tmp_path / "copy.db") as log:
-        assert log.folded == log._file.last_position - made[-1]
-    run.close()
-    assert taken.position in [mark.position for mark in marks(path)]
-
-
-def test_every_table_of_a_state_is_marked_as_it_is_encoded(tmp_path: Path) -> None:
-    """Also those that no recording has: longer than a short header allows, and reports within a sync."""
-    state = CoordinatorState()
-    for number in range(70):
-        state = decide(state, hello(number))[0]
-    outcomes = tuple(
-        AgentOutcome(agent=f"{number}.0", conclusion=Acted(calls=("flush",)), latency_us=1) for number in range(70)
-    )
-    report = Report(seq=1, origin=1, command=EngineCommand(operation="flush"), outcomes=outcomes)
-    request = SyncRequested(
-        at_us=1,
-        at_ns=1,
-        ticket=1,
-        version=2,
-        source=Pushed(label="w"),
-        manifest=None,
-        in_flight="abort",
-        quorum=None,
-        target=Target(),
-        timeout_ms=1,
-    )
-    members = frozenset(range(70))
-    sync = Sync(request=request, version=2, seq=1, members=members, reports=(report, report))
-    state = msgspec.structs.replace(state, sync=sync, retired=frozenset(f"{number}.1" for number in range(20)))
-    body = b"".join(mark_pieces(state, {"0.0": {"j": 3}}))
-    assert body == msgspec.msgpack.encode({"logic": LOGIC, "state": plain(state), "recorded": {"0.0": {"j": 3}}})
-    steps = mark_steps(state, {})
-    with pytest.raises(StopIteration) as end:
-        while True:
-            next(steps)
-    assert decode_state(decode_mark(inflated(end.value.value))) == state
 
 
 # --- every state can be marked ----------------------------------------------------------------------------------------
@@ -255,9 +143,7 @@ def test_a_state_that_was_read_from_a_mark_goes_on_as_the_one_that_was_written(p
             continue
         state, effects = decide(state, coordinator_event(entry))
         assert encode(effects) == bytes(entry.effects)
-        body = b"".join(mark_pieces(state, {}))
-        assert body == msgspec.msgpack.encode({"logic": LOGIC, "state": plain(state), "recorded": {}})
-        read = decode_state(decode_mark(body))
+        read = decode_state(decode_mark(encode_mark(state, {})))
         assert read == state
         assert read is not None and [*read.members] == [*state.members] and [*read.desired] == [*state.desired]
         state = read
@@ -276,7 +162,7 @@ def test_replay_and_verify_compare_every_mark(tmp_path: Path) -> None:
     replayed = replay_log(RunLog.walk(path))
     assert replayed.marks == count
     assert replayed.compared == replayed.records == len(list(RunLog.read(path)))
-    verified = rolloutctl("log", "verify", path)
+    verified = typed("log", "verify", path)
     assert verified.returncode == 0 and f"{count} marks compared, no violations" in verified.stdout
 
 
@@ -287,13 +173,13 @@ def test_a_mark_that_differs_from_the_records_is_found(tmp_path: Path, what: str
     state = decode_state(mark)
     assert state is not None
     if what == "state":
-        pieces = mark_pieces(msgspec.structs.replace(state, seq=state.seq + 1), mark.recorded)
+        body = encode_mark(msgspec.structs.replace(state, seq=state.seq + 1), dict(mark.recorded))
     else:
-        pieces = mark_pieces(state, {"7.0": {"j": 1}})
-    rewrite(path, mark.position, decode_mark(b"".join(pieces)))
+        body = encode_mark(state, {"7.0": {"j": 1}})
+    rewrite(path, mark.position, decode_mark(body))
     with pytest.raises(ReplayDiffers, match=f"the mark after record {mark.position} has another"):
         replay_log(RunLog.walk(path))
-    verified = rolloutctl("log", "verify", path)
+    verified = typed("log", "verify", path)
     assert verified.returncode == 1 and f"the mark after record {mark.position} has another" in verified.stdout
 
 
@@ -313,7 +199,7 @@ def test_a_log_opens_without_a_mark_that_cannot_be_used(tmp_path: Path, what: st
         connection.close()
     with RunLog.open(path) as log:
         assert log.folded == last - before.position
-    verified = rolloutctl("log", "verify", path)
+    verified = typed("log", "verify", path)
     assert verified.returncode == (0 if what == "other logic" else 1)
     if what in ("checksum", "body"):
         assert f"the mark after record {newest.position} does not match its checksum" in verified.stdout
@@ -323,7 +209,8 @@ def test_a_log_opens_without_a_mark_that_cannot_be_used(tmp_path: Path, what: st
 def test_a_log_without_its_beginning_and_without_a_mark_is_not_continued(tmp_path: Path) -> None:
     path = write(tmp_path / "run.db")
     with RecordFile.open(path) as file:
-        file.truncate_before(marks(path)[1].position + 1)
+        file.drop_before(marks(path)[1].position + 1)
+        file.commit()
     with RunLog.open(path) as log:
         assert log.state.seq == 101
     without_marks(path)

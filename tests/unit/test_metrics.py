@@ -3,11 +3,13 @@
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
@@ -23,10 +25,22 @@ from prometheus_client.registry import Collector
 from controlplane import ControlPlane
 from controlplane.cli.agent import agent as agent_command
 from controlplane.metrics import KINDS, PHASES, BusCollector, kind_of
-from schemas.carriers.exposition import serve_metrics
-from schemas.carriers.sockets import Context
-from schemas.commands import Checkpoint, EngineCommand, EpochStart, Manifest, ProfileCommand, WeightSync
-from schemas.errors import BusClosed, BusFaulted, CommandError, ConfigError, EngineError, LogError
+from schemas.commands import (
+    AdapterDrop,
+    AdapterSync,
+    AdapterVersion,
+    Checkpoint,
+    EngineCommand,
+    EpochStart,
+    Manifest,
+    ProfileCommand,
+    WeightSync,
+)
+from schemas.errors import BusClosed, BusFaulted, CommandError, ConfigError, EngineError, ExtraMissing, LogError
+from schemas.identity import Identity
+from schemas.transport import exposition
+from schemas.transport.exposition import serve_metrics
+from schemas.transport.sockets import Context
 from tests.pages import blocks
 from tests.running import ROOT, python
 from tests.unit.small_bus import FLUSH, PAUSE, PRIMARY, SECOND, Bus, Engine, Run, reaches
@@ -77,6 +91,7 @@ def test_a_fleet_is_read_from_the_state_and_what_happens_is_counted(plane: Contr
         plane.resume().wait()
         plane.sync_weights(3, Checkpoint("v3"), manifest=MANIFEST).wait(20).raise_unless_committed()
         wait_until(lambda: Scrape(bus)("rolloutctl_replica_version", replica="0") == 3)
+        wait_until(lambda: Scrape(bus)("rolloutctl_sync_duration_seconds_count", status="committed") == 1)
         seen = Scrape(bus)
     assert seen("rolloutctl_bus_up") == seen("rolloutctl_bus_epoch") == 1
     assert seen("rolloutctl_agents", role="rollout", state="live") == 2
@@ -104,6 +119,22 @@ def test_a_fleet_is_read_from_the_state_and_what_happens_is_counted(plane: Contr
     assert Scrape(bus)("rolloutctl_agents_lost_total", reason="left") == 2
 
 
+def test_a_replica_that_a_sync_left_out_is_quarantined_before_its_next_heartbeat(
+    plane: ControlPlane, tmp_path: Path
+) -> None:
+    other, bus = Engine(), BusCollector(plane)
+    with agents(
+        plane.address, tmp_path, {Identity(replica=0, node_rank=0): Engine(), Identity(replica=1, node_rank=0): other}
+    ):
+        plane.wait_for_agents(2, timeout=20).wait()
+        other.raises = EngineError("It burns.")
+        report = plane.sync_weights(3, Checkpoint("v3"), manifest=MANIFEST, quorum=1).wait(20)
+        seen = Scrape(bus)
+        assert (report.loaded, report.unproven) == ((0,), (1,)), "it did not pause"
+    assert seen("rolloutctl_replica_quarantined", replica="1") == 1
+    assert seen("rolloutctl_replica_quarantined", replica="0") == 0
+
+
 def test_what_no_bus_could_read_is_counted(plane: ControlPlane, context: Context) -> None:
     with context.socket(zmq.DEALER) as stranger:
         stranger.connect(plane.address)
@@ -116,7 +147,7 @@ def test_a_bus_that_cannot_write_its_log_and_one_that_has_closed_say_so(
 ) -> None:
     bus = BusCollector(plane)
 
-    def full(_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise LogError("the disk is full")
 
     monkeypatch.setattr("controlplane.record.log.RunLog.commit", full)
@@ -155,7 +186,11 @@ def test_every_command_has_a_kind_that_begins_at_zero() -> None:
     )
     kinds = [kind_of(ProfileCommand(action=action, step=0)) for action in actions]
     kinds += [kind_of(EngineCommand(operation=operation)) for operation in operations]
-    kinds += [kind_of(EpochStart(previous_epoch=0, logic=1))]
+    kinds += [kind_of(EpochStart(previous_epoch=0, logic=1)), kind_of(AdapterDrop(name="policy"))]
+    kinds += [
+        kind_of(AdapterSync(phase=phase, adapter=AdapterVersion(name="policy", version=1, path="p")))
+        for phase in phases
+    ]
     assert (sorted(kinds), phases) == (sorted(KINDS), PHASES)
 
 
@@ -201,11 +236,31 @@ def test_metrics_are_served_where_nobody_else_listens(plane: ControlPlane) -> No
         serve_metrics(BusCollector(plane), "everywhere")
 
 
+def test_connections_that_say_nothing_take_few_threads_and_hold_up_no_scrape(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exposition, "CONNECTION_S", 0.5)
+    threads = threading.active_count()
+    served, end = serve_metrics(BusCollector(plane), "0")
+    address = ("127.0.0.1", int(served.split(":")[2].removesuffix("/metrics")))
+    with ExitStack() as open_:
+        open_.callback(end)
+        idle = [open_.enter_context(socket.create_connection(address, timeout=30)) for _ in range(60)]
+        for connection in idle[::2]:
+            connection.sendall(b"GET /metrics HTTP/1.1\r\nhost")
+        with urllib.request.urlopen(served, timeout=20) as answer:
+            assert b"rolloutctl_bus_up 1.0" in answer.read()
+        wait_until(lambda: threading.active_count() - threads <= exposition.CONNECTIONS_MAX + 1)
+        assert [connection.recv(1000) for connection in idle] == [b""] * 60  # each is cut off
+        wait_until(lambda: threading.active_count() - threads <= 1)
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_without_the_extra_nothing_is_loaded_and_the_option_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import sys, controlplane.plane, controlplane.cli.agent; print(*sys.modules)"
     assert not {"prometheus_client", "opentelemetry"} & {*python("-c", code).stdout.split()}
     monkeypatch.setattr("controlplane.cli.command_line.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'rolloutctl\[metrics\]'"):
+    with pytest.raises(ExtraMissing, match="extra `metrics`"):
         agent_command.main(["--metrics-port", "9401"], standalone_mode=False)
 
 
@@ -232,16 +287,6 @@ def families(tmp_path: Path) -> dict[str, Metric]:
     return {family.name + ("_total" if family.type == "counter" else ""): family for family in described}
 
 
-def test_names_follow_the_conventions(families: dict[str, Metric]) -> None:
-    assert len(families) > 40
-    for name, family in families.items():
-        assert re.fullmatch(r"rolloutctl_[a-z_]+", name) and "__" not in name, name
-        assert family.documentation.endswith(".") and len(family.documentation) < 110, name
-        assert (family.type == "histogram") <= name.endswith("_seconds"), name
-        assert not re.search(r"_(ms|us|ns|millis\w*|kb|mb|percent|ratio|count|sum|bucket)$", name), name
-        assert name.endswith("_total") == (family.type == "counter"), name
-
-
 def test_the_page_has_each_metric(families: dict[str, Metric], tmp_path: Path) -> None:
     with collectors(tmp_path) as found:
         labels = {name: names for collector in found for name, names in label_names(collector).items()}
@@ -258,7 +303,7 @@ def label_names(collector: Collector) -> dict[str, tuple[str, ...]]:
     from controlplane import metrics
     from workers import exporter
 
-    read = metrics.READ if isinstance(collector, BusCollector) else exporter.READ
+    read = metrics.READ if isinstance(collector, BusCollector) else exporter.GAUGES
     counted = collector._counted  # type: ignore[attr-defined]
     names = {metric._name + ("_total" if metric._type == "counter" else ""): metric._labelnames for metric in counted}
     return {name: labels for name, (_, labels) in read.items()} | names

@@ -4,11 +4,11 @@ import pytest
 from msgspec.structs import replace
 
 from schemas import events
-from schemas.commands import Checkpoint, Manifest, ProfilePlan, Window
+from schemas.commands import Checkpoint, Manifest, ProfilePlan, Pushed, Window
 from schemas.desired import Committed, Desired, ProfileSession
-from schemas.identity import Operation
+from schemas.identity import Operation, Tag
 from schemas.outcomes import ErrorKind
-from tests.unit.machines import PRESENT
+from tests.unit.machines import PRESENT, PRIMARY
 from tests.unit.test_reconcile import (
     BOTH,
     CACHE,
@@ -22,15 +22,9 @@ from tests.unit.test_reconcile import (
     carried_out,
     planned,
 )
-from workers.machine.observe import (
-    apply_interruption,
-    apply_observation,
-    apply_result,
-    contradiction,
-    relaunched,
-    with_engine_state,
-)
-from workers.machine.state import EngineState, call_name
+from workers.machine.observe import apply_interruption, apply_observation, apply_result, contradiction, relaunched
+from workers.machine.state import EngineState, call_name, with_engine_state
+from workers.machine.weights import adopt_pushed
 
 # --- observations -----------------------------------------------------------------------------------------------------
 
@@ -61,6 +55,46 @@ def test_an_engine_without_an_instance_counts_as_the_same_one() -> None:
     silent = events.Observation(engine="e", tokenizer="present")
     assert not relaunched(READY, apply_observation(READY, silent))
     assert not relaunched(EngineState(), READY)
+
+
+@pytest.mark.parametrize(("label", "proven"), [("push 2", False), ("push 3", True), ("push 4", False)])
+def test_a_load_that_was_cut_off_is_proven_by_its_digest_with_its_own_label(label: str, proven: bool) -> None:
+    load = events.Load(3, Checkpoint("v3"), Manifest(tensors=1, nbytes=1, layout="l", content="c"), "push 3")
+    seen = replace(PRESENT, generating=False, version=None, label=label, digest="c")
+    after, done = apply_interruption(replace(ON_V1, generating=False, digest="b"), load, seen)
+    assert (done, after.torn) == (proven, not proven)
+
+
+@pytest.mark.parametrize(("label", "version"), [("3", 3), ("step 3", None), ("0", None)])
+def test_the_label_of_an_engine_that_is_seen_for_the_first_time_proves_no_version(
+    label: str, version: int | None
+) -> None:
+    """Another program may have set it, or an earlier run, which counted its own versions. It never changes later."""
+    seen = replace(PRESENT, label=label, version=version, remedies=events.Remedies(launched_from="/models/last"))
+    engine = apply_observation(apply_observation(EngineState(), seen), seen)
+    assert engine.label_changed and f"labelled '{label}'" in with_engine_state("No.", engine)
+    assert planned(Desired(), engine) == ["pause abort"] and engine.launched_from is None
+    load = events.Load(3, Checkpoint("v3"), None)
+    v3 = Committed(3, load.source, None)
+    assert planned(Desired(committed=v3), engine) == ["check_source 3", "pause abort", "load 3", "flush", "resume"]
+    loaded, failure = apply_result(engine, load, events.Returned(), replace(seen, version=3))
+    assert failure is None and not loaded.label_changed
+
+
+def test_a_push_that_replaces_weights_of_an_earlier_run_leaves_their_cache_to_be_flushed() -> None:
+    seen = replace(PRESENT, label="3", version=3, generating=False, recomputes=True)
+    engine = apply_observation(EngineState(), seen)
+    assert not engine.stale_cache
+    pushed = Committed(1, Pushed("push 1"), None)
+    engine = apply_observation(engine, replace(seen, label="push 1", version=None))
+    engine = adopt_pushed(engine, Desired(committed=pushed), PRIMARY)
+    assert planned(Desired(committed=pushed), engine) == ["flush", "resume"]
+
+
+@pytest.mark.parametrize(("label", "version"), [("default", 0), ("", None), (None, None)])
+def test_the_label_of_a_launch_is_believed(label: str | None, version: int | None) -> None:
+    engine = apply_observation(EngineState(), replace(PRESENT, label=label, version=version))
+    assert (engine.version, engine.label_changed) == (0, False) and planned(Desired(), engine) == []
 
 
 # --- calls that returned ----------------------------------------------------------------------------------------------
@@ -120,7 +154,7 @@ def test_the_digest_that_the_load_returned_is_compared_too() -> None:
 def test_a_successful_load_leaves_a_stale_cache_and_an_unchecked_source() -> None:
     engine, failure = apply_result(replace(PAUSED, checked=V2, torn=True), LOAD_2, events.Returned(digest="d"), None)
     assert failure is None
-    assert engine == replace(PAUSED, version=2, digest="d", loaded=V2, stale_cache=True)
+    assert engine == replace(PAUSED, version=2, digest="d", loaded=V2, stale_cache=True, unshown=(LOAD_2,))
 
 
 def test_a_released_cache_is_no_longer_stale() -> None:
@@ -135,6 +169,22 @@ def test_kept_requests_are_remembered_until_the_resume() -> None:
     assert not carried_out(kept, (events.Resume(),)).requests_kept
 
 
+def test_a_pause_that_is_not_known_here_may_have_frozen_requests() -> None:
+    paused = replace(PRESENT, generating=False)
+    assert apply_observation(EngineState(), paused).requests_kept  # without a journal, or of another program
+    assert not apply_observation(carried_out(READY, (events.Pause("abort"),)), paused).requests_kept
+    cut_off, done = apply_interruption(READY, events.Pause("abort"), paused)
+    assert done and not cut_off.requests_kept
+
+
+def test_a_commit_on_an_engine_found_paused_resumes_before_it_flushes() -> None:
+    found = replace(apply_observation(EngineState(), replace(PRESENT, generating=False)), recomputes=False)
+    loaded = carried_out(found, (LOAD_2,))
+    resumed = carried_out(loaded, (events.Resume(),))
+    assert planned(Desired(committed=V2), loaded) == ["resume"]
+    assert planned(Desired(committed=V2), resumed) == ["flush"]
+
+
 @pytest.mark.parametrize(
     ("kind", "torn"), [("engine_error", True), ("source_refused", False)], ids=["engine", "source"]
 )
@@ -142,7 +192,7 @@ def test_a_failed_load_leaves_torn_weights_only_if_it_reached_the_engine(kind: s
     refused = events.Fault("engine_error" if kind == "engine_error" else "source_refused", "It is not there.")
     engine, failure = apply_result(ON_V1, LOAD_2, refused, None)
     assert engine.torn is torn and failure is not None and failure.error == kind
-    held = "weights that nobody can vouch for" if torn else "version 1"
+    held = "weights that can't be trusted" if torn else "version 1"
     assert failure.message == f"It is not there. The engine holds {held} and is running."
 
 
@@ -159,6 +209,66 @@ def test_a_failed_load_that_left_the_digest_unchanged_did_no_harm() -> None:
 def test_a_failed_profile_call_leaves_no_session(call: events.Call) -> None:
     engine, failure = apply_result(replace(READY, session=SESSION), call, events.Fault("engine_error", "No."), None)
     assert engine.session is None and failure is not None
+
+
+@pytest.mark.parametrize(("asleep", "unknown"), [(None, WEIGHTS), (WEIGHTS, frozenset()), (frozenset(), frozenset())])
+def test_a_launch_that_was_not_observed_before_may_have_made_the_sleep(
+    asleep: frozenset[Tag] | None, unknown: frozenset[Tag]
+) -> None:
+    """The engine may have been relaunched before the call; then what it does not report is not what it was launched
+    with.
+    """
+    seen = replace(PRESENT, instance="two", asleep=asleep)
+    engine, _ = apply_result(PAUSED, events.Sleep(WEIGHTS), events.Returned(), seen)
+    assert (engine.instance, engine.asleep, engine.unknown) == ("two", asleep or frozenset(), unknown)
+
+
+@pytest.mark.parametrize("generating", [None, False, True])
+def test_a_launch_that_was_not_observed_before_may_have_made_the_pause(generating: bool | None) -> None:
+    twice = events.Remedies(idempotent=frozenset({Operation.PAUSE, Operation.RESUME}))
+    seen = replace(PRESENT, instance="two", generating=generating, remedies=twice)
+    engine, _ = apply_result(READY, events.Pause("keep"), events.Returned(), seen)
+    assert engine.generating is generating
+    assert planned(Desired(), engine)[-1:] == ([] if generating else ["resume"])
+
+
+RELAUNCHED = replace(
+    PRESENT,
+    instance="two",
+    generating=False,
+    version=None,
+    recomputes=True,
+    remedies=events.Remedies(launched_from="/models/policy"),
+)
+
+
+@pytest.mark.parametrize("result", [events.Returned(), events.Fault("engine_error", "no")], ids=["done", "failed"])
+@pytest.mark.parametrize("version", [None, 0])
+def test_a_launch_that_was_not_observed_before_may_have_made_the_load(
+    result: events.Returned | events.Fault, version: int | None
+) -> None:
+    """What it was launched with is then no longer what it holds, or only in part."""
+    engine, _ = apply_result(PAUSED, LOAD_2, result, replace(RELAUNCHED, version=version))
+    assert (engine.instance, engine.torn, engine.launched_from) == ("two", True, "/models/policy")
+    assert planned(Desired(), engine) == ["restore", "flush", "resume"]
+
+
+@pytest.mark.parametrize(("digest", "torn"), [("d", False), ("other", True), (None, True)])
+def test_a_launch_that_shows_the_digest_of_before_the_load_has_not_begun_it(digest: str | None, torn: bool) -> None:
+    seen = replace(RELAUNCHED, version=0, digest=digest)
+    engine, _ = apply_interruption(replace(PAUSED, digest="d"), LOAD_2, seen)
+    assert engine.torn is torn and planned(Desired(), engine)[:1] == (["restore"] if torn else ["resume"])
+
+
+@pytest.mark.parametrize("cut_off", [False, True])
+def test_a_new_launch_that_names_the_directory_of_a_load_as_its_own_has_no_way_back(cut_off: bool) -> None:
+    seen = replace(RELAUNCHED, remedies=events.Remedies(launched_from="/shared/checkpoints/v2"))
+    if cut_off:
+        engine, _ = apply_interruption(PAUSED, LOAD_2, seen)
+    else:
+        engine, _ = apply_result(PAUSED, LOAD_2, events.Returned(), seen)
+    assert engine.torn and engine.launched_from is None and planned(Desired(), engine) == []
+    assert apply_observation(engine, seen).launched_from is None
 
 
 # --- calls that were cut off ------------------------------------------------------------------------------------------
@@ -207,12 +317,37 @@ def test_a_profile_start_that_may_have_happened_counts_as_done(
 
 
 @pytest.mark.parametrize("profiling", [True, None, False])
-def test_a_session_that_a_new_launch_has_open_after_a_start_that_was_cut_off_is_stopped(profiling: bool | None) -> None:
+def test_a_session_that_a_new_launch_may_have_open_after_a_start_that_was_cut_off_is_stopped(
+    profiling: bool | None,
+) -> None:
     """The engine may have been relaunched before the call, and not been observed since."""
     seen = replace(PRESENT, instance="two", profiling=profiling)
     engine, done = apply_interruption(READY, events.StartProfile(SESSION, "d"), seen)
-    assert not done and engine.session == (SESSION if profiling else None)
-    assert planned(Desired(), engine) == (["stop_profile"] if profiling else [])
+    assert not done and engine.session == (None if profiling is False else SESSION)
+    assert planned(Desired(), engine) == ([] if profiling is False else ["stop_profile"])
+
+
+@pytest.mark.parametrize("profiling", [True, None, False])
+def test_a_session_that_was_opened_without_a_look_at_the_engine_is_not_opened_twice(profiling: bool | None) -> None:
+    """As when a command waits: the engine may have been relaunched before the call, and has the session then."""
+    opened, _ = apply_result(READY, events.StartProfile(SESSION, "d"), events.Returned(), None)
+    engine = apply_observation(opened, replace(PRESENT, instance="two", profiling=profiling))
+    assert planned(Desired(profile=SESSION), engine) == (["start_profile"] if profiling is False else [])
+    seen = apply_observation(apply_observation(opened, PRESENT), replace(PRESENT, instance="two", profiling=None))
+    assert planned(Desired(profile=SESSION), seen) == ["start_profile"], "the old launch was seen to have it"
+
+
+@pytest.mark.parametrize("kept", [frozenset(), WEIGHTS])
+def test_what_was_called_without_a_look_at_the_engine_may_have_been_done_by_a_new_launch(kept: frozenset[Tag]) -> None:
+    engine = READY
+    for call in (events.Pause("keep"), LOAD_2, events.Sleep(CACHE), events.Sleep(kept), events.Sleep(CACHE)):
+        engine, _ = apply_result(engine, call, events.Returned(), None)
+    assert len(engine.unshown) == 4
+    seen = replace(RELAUNCHED, generating=None, asleep=None)
+    launch = apply_observation(engine, seen)
+    assert (launch.torn, launch.generating, launch.unknown) == (True, None, CACHE | kept) and not launch.unshown
+    unreadable = apply_observation(engine, replace(seen, instance=None, tokenizer="unknown"))
+    assert unreadable.unshown == engine.unshown
 
 
 def test_a_load_that_was_cut_off_is_repeated_unless_it_is_proven() -> None:
@@ -236,11 +371,8 @@ def test_a_load_that_was_cut_off_before_it_began_did_no_harm() -> None:
     ("engine", "message"),
     [
         (ON_V1, "No. The engine holds version 1 and is running."),
-        (replace(PAUSED, torn=True), "No. The engine holds weights that nobody can vouch for and is paused."),
-        (
-            EngineState(name="torch profiler", operations=frozenset({Operation.PROFILE})),
-            "No.",
-        ),  # of a training rank
+        (replace(PAUSED, torn=True), "No. The engine holds weights that can't be trusted and is paused."),
+        (EngineState(name="torch profiler", operations=frozenset({Operation.PROFILE})), "No."),  # of a training rank
     ],
 )
 def test_an_error_names_the_weights_that_the_engine_holds(engine: EngineState, message: str) -> None:

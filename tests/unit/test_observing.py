@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from controlplane.machine.events import CoordinatorSettings
-from controlplane.machine.serving import proven_replicas
+from controlplane.machine.replicas import proven_replicas
 from controlplane.machine.status import fleet_status
+from schemas.agent_status import AgentStatus, Observed
 from schemas.commands import EngineCommand, EpochStart, ProfileCommand, ProfilePlan, UnknownCommand
 from schemas.config import ObservePolicy
 from schemas.desired import Committed, Desired, ProfileSession
@@ -31,7 +32,6 @@ from schemas.events import (
 )
 from schemas.identity import Identity, RolloutMode
 from schemas.outcomes import Reason, Skipped
-from schemas.reports import AgentStatus, Observed
 from schemas.wire import Rejoin
 from tests.unit.fleets import DONE, SETTINGS, Coordinator
 from tests.unit.machines import PRESENT, START, agent, answers, command, fold, sync
@@ -192,4 +192,4 @@ def test_a_command_to_observers_alone_was_for_nobody() -> None:
     bus.issue(EngineCommand(operation="pause"))
     bus.answer(a0_0=Skipped(Reason.OBSERVING))
     (report,) = bus.reports
-    assert report.about_nobody
+    assert report.matched_nothing

@@ -67,6 +67,17 @@ def agents(address: str, folder: Path, places: dict[Identity, Engine]) -> Iterat
         thread.join()
 
 
+@contextmanager
+def pair(folder: Path, engine: Engine) -> Iterator[ControlPlane]:
+    """An open control plane, with the agents of a replica that has two nodes; the first has this engine."""
+    with (
+        ControlPlane(ADDRESS, log=folder / "run.db", config=QUICK) as plane,
+        agents(plane.address, folder, {PRIMARY: engine, SECOND: Engine()}),
+    ):
+        plane.wait_for_agents(2, timeout=20).wait()
+        yield plane
+
+
 @pytest.fixture
 def plane(tmp_path: Path) -> Iterator[ControlPlane]:
     profiler = ProfilerConfig(steps=(1,))
@@ -112,6 +123,7 @@ def test_an_agent_that_left_is_named_until_it_is_retired(plane: ControlPlane, tm
     assert plane.flush().wait().outcomes == ()
 
 
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {}), ("asyncio", {"use_uvloop": True}), ("trio", {})])
 def test_an_async_trainer_awaits_the_same_tickets(tmp_path: Path, anyio_backend: tuple[str, dict[str, object]]) -> None:
     async def trainer() -> None:
         plane = ControlPlane(ADDRESS, log=tmp_path / "run.db", config=QUICK, profiler=ProfilerConfig(steps=(0,)))
@@ -168,8 +180,8 @@ def test_closing_closes_an_open_session(tmp_path: Path) -> None:
 
 
 def test_what_is_served_is_known_as_soon_as_it_is_answered(tmp_path: Path) -> None:
-    """With heartbeats so rare that none is needed but the first."""
-    rare = BusConfig(head_interval_ms=50, heartbeat_ms=3_600_000, retransmit_ms=100)
+    """With heartbeats so rare that none is needed but the first. So silence for a timeout means nothing."""
+    rare = BusConfig(head_interval_ms=50, heartbeat_ms=3_600_000, agent_timeout_ms=7_200_000, retransmit_ms=100)
     places = {PRIMARY: Engine(), SECOND: Engine()}
     plane = ControlPlane(ADDRESS, log=tmp_path / "run.db", config=rare, checkpoints=tmp_path)
     with plane, agents(plane.address, tmp_path, places):
@@ -321,55 +333,6 @@ def test_a_sender_that_returns_without_having_sent_ends_the_phase_soon(tmp_path:
         report = plane.sync_weights(1, checkpoint(tmp_path / "one"), send=lambda _: None, timeout=600).wait(20)
         assert report.status == "aborted" and not engine.sent.is_set()
         engine.sent.set()
-
-
-def test_a_trainer_takes_a_sync_through_its_phases(plane: ControlPlane, tmp_path: Path) -> None:
-    source = checkpoint(tmp_path / "one")
-    with agents(plane.address, tmp_path, {PRIMARY: Engine()}):
-        plane.wait_for_agents(1, timeout=20).wait()
-        with plane.begin_sync(None, source, timeout=60) as sync:
-            assert sync.prepare().wait(20).command == WeightSync(
-                phase="prepare", version=1, source=source, manifest=build_manifest(tmp_path / "one", content=False)
-            )
-            assert plane.serving() == {}
-            with pytest.raises(errors.CommandError, match="goes on with load, not with commit"):
-                sync.commit().wait(20)
-            assert sync.load().wait(20).acted == ("0.0",)
-            sync.commit().wait(20)
-        sync.report.wait(20).raise_for_failures()
-        assert plane.serving() == {0: 1}
-        with pytest.raises(errors.CommandError, match="this sync has ended: weights v1 committed"):
-            sync.load()
-
-
-def test_leaving_the_block_aborts_what_was_not_committed(plane: ControlPlane, tmp_path: Path) -> None:
-    with agents(plane.address, tmp_path, {PRIMARY: Engine()}):
-        plane.wait_for_agents(1, timeout=20).wait()
-        with pytest.raises(ZeroDivisionError), plane.begin_sync(1, checkpoint(tmp_path / "one")) as sync:
-            sync.prepare().wait(20)
-            1 / 0  # noqa: B018
-        assert sync.report.wait(20).reason == "the trainer aborted it"
-        wait_until(lambda: plane.serving() == {0: 0})
-        with plane.begin_sync(2, "one") as unused:
-            pass
-        with pytest.raises(errors.CommandError, match="call `prepare` first"):
-            unused.load()
-        assert plane.sync_weights(None, "one").wait(20).version == 2
-
-
-def test_an_async_trainer_takes_a_sync_through_its_phases(plane: ControlPlane, tmp_path: Path) -> None:
-    source = checkpoint(tmp_path / "one")
-
-    async def trainer() -> None:
-        async with plane.begin_sync(1, source) as sync:
-            await sync.prepare()
-            with pytest.raises(errors.CommandError, match="`prepare` is called once"):
-                sync.prepare()
-        assert (await sync.report).status == "aborted"
-
-    with agents(plane.address, tmp_path, {PRIMARY: Engine()}):
-        plane.wait_for_agents(1, timeout=20).wait()
-        anyio.run(trainer)
 
 
 # --- misuse -----------------------------------------------------------------------------------------------------------

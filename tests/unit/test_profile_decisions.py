@@ -3,16 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from schemas.commands import (
-    EngineCommand,
-    EpochStart,
-    Finish,
-    Npu,
-    ProfileCommand,
-    ProfilePlan,
-    Target,
-    Window,
-)
+from schemas.commands import EngineCommand, EpochStart, Finish, Npu, ProfileCommand, ProfilePlan, Target, Window
 from schemas.desired import Desired, ProfileSession
 from schemas.events import (
     Answer,
@@ -23,7 +14,9 @@ from schemas.events import (
     EngineReturned,
     Fault,
     FinishProfile,
+    LeaseExpired,
     Observation,
+    Pause,
     Perform,
     Returned,
     SnapshotReceived,
@@ -35,7 +28,8 @@ from schemas.identity import Identity, Operation
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped, Trace
 from schemas.selection import trace_directory
 from tests.unit.machines import PRESENT, SECOND, START, STOP, agent, answers, carry_out, command, fold, sync
-from workers.machine.decide import AgentState, in_sync
+from workers.machine.readiness import in_sync
+from workers.machine.state import AgentState
 
 ACTOR = Identity(replica=3, node_rank=0, role="actor")
 PROFILER = Observation(engine="torch", tokenizer="present", operations=frozenset({Operation.PROFILE}), profiling=False)
@@ -119,6 +113,12 @@ def test_a_training_rank_has_no_engine(body: EngineCommand) -> None:
     (answer,) = answers(effects)
     assert (answer.rule, answer.outcome) == (5, Skipped(Reason.NOT_AN_ENGINE))
     assert state.desired == Desired() and in_sync(state)
+
+
+def test_a_training_rank_that_is_not_observed_yet_has_no_engine_to_wait_for() -> None:
+    state, effects = fold(agent(ACTOR, replace(PROFILER, tokenizer="unknown")), command(sync("prepare")))
+    (answer,) = answers(effects)
+    assert (answer.rule, answer.outcome) == (5, Skipped(Reason.NOT_AN_ENGINE)) and not state.queue
 
 
 def test_replicas_in_a_target_are_no_training_ranks() -> None:
@@ -273,6 +273,29 @@ def test_a_deferred_finish_survives_a_restart_of_the_agent() -> None:
     assert effects == [], "nothing before the desired state is known"
     snapshot = SnapshotReceived(at_ms=2, epoch=1, seq=3, desired=state.desired)
     _, effects = fold(state, snapshot)
+    assert finished(effects)
+
+
+def test_a_deferred_finish_survives_the_pause_of_an_engine_that_waits_for_a_bus() -> None:
+    state, _ = fold(late_stop(), command(FINISH, 3))
+    settings = replace(state.settings, on_lost_bus="pause")
+    started = Started(at_ms=0, incarnation="next", identity=state.identity, settings=settings)
+    relaunched = replace(PRESENT, instance="two")
+    state, effects = fold(state, started, EngineObserved(at_ms=1, observation=relaunched), LeaseExpired(at_ms=2))
+    assert [type(effect.call) for effect in effects if isinstance(effect, Perform)] == [Pause]
+    state, _, _ = carry_out(state, effects, relaunched)
+    _, effects = fold(state, SnapshotReceived(at_ms=2, epoch=1, seq=3, desired=state.desired))
+    assert finished(effects)
+
+
+def test_a_second_finish_that_cannot_wait_beside_the_first_is_refused_and_forgets_neither() -> None:
+    state, _ = fold(late_stop(), command(FINISH, 3))
+    state, effects = fold(state, command(replace(FINISH, profiled_steps=(7,)), 4))
+    (busy,) = answers(effects)
+    assert isinstance(busy.outcome, Failed) and busy.outcome.error is ErrorKind.ENGINE_BUSY
+    state, effects = fold(state, command(FINISH, 5))
+    assert answers(effects)[0].outcome == Acted(calls=(), still_running=True), "the same again"
+    state, effects = fold(state, EngineReturned(at_ms=99, call_id=2, result=Returned(), observation=PRESENT))
     assert finished(effects)
 
 

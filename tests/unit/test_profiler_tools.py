@@ -12,15 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from schemas.commands import (
-    Npu,
-    PrecisionDebugger,
-    ProfilePlan,
-    Schedule,
-    ToolOptions,
-    TorchMemory,
-    Window,
-)
+from schemas.commands import Npu, PrecisionDebugger, ProfilePlan, Schedule, ToolOptions, TorchMemory, Window
 from schemas.errors import ConfigError, EngineError, UnsupportedError
 from schemas.events import CheckProfile, Returned
 from schemas.profiler.config import ProfilerConfig
@@ -29,7 +21,6 @@ from tests.unit.rank_sessions import Commanded, work
 from workers.profilers import TrainingRank, annotate, tools
 
 RANK: dict[str, Any] = {"bus": "tcp://127.0.0.1:5555", "role": "actor", "rank": 3, "world_size": 8}
-CUDA = torch.cuda.is_available()
 
 
 @pytest.fixture
@@ -51,13 +42,10 @@ REFUSED = [
     (plan("perf"), "a training rank: the tools for that are npu, nsys, precision_debugger, torch, torch_memory"),
     (plan("npu"), "torch_npu is not installed .*pip install torch-npu"),
     (plan("precision_debugger"), "without `config_path`"),
-    (
-        plan("precision_debugger", PrecisionDebugger(config_path="/nowhere.json")),
-        "/nowhere.json: there is no such",
-    ),
+    (plan("precision_debugger", PrecisionDebugger(config_path="/nowhere.json")), "/nowhere.json: there is no such"),
     (plan("precision_debugger", PrecisionDebugger(config_path=__file__)), "msprobe.pytorch is not installed"),
 ]
-if not CUDA:
+if not torch.cuda.is_available():
     REFUSED += [
         (plan("torch", activities=frozenset({"cuda"})), "torch sees no CUDA device"),
         (plan("torch_memory"), "torch sees no CUDA device"),
@@ -101,7 +89,7 @@ def test_a_plan_that_can_be_honoured_passes_the_check(rank: Commanded) -> None:
         ({"role": "Actor!"}, "Actor!"),
         ({"rank": 8}, "rank 8 is not below world_size 8"),
         ({"traces": None}, "needs a directory"),
-        ({"profiler": ProfilerConfig(roles=["actor"])}, "not a configuration of profiling: Expected `object`"),  # type: ignore[arg-type]
+        ({"profiler": ProfilerConfig(roles=["actor"])}, "ProfilerConfig: Expected `object`"),  # type: ignore[arg-type]
     ],
 )
 def test_wrong_arguments_of_a_rank_are_an_error_at_once(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
@@ -134,6 +122,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     for owner, name, act in (
         (torch.cuda, "device", lambda *_: nullcontext()),
+        (torch.cuda, "synchronize", nothing),
         (torch.cuda.memory, "_record_memory_history", nothing),
         (torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"a snapshot")),
         (torch.cuda.profiler, "start", nothing),
@@ -193,26 +182,10 @@ def test_nsys_records_in_ranges_and_stages_are_marked(rank: Commanded, cuda: lis
         pass
     assert rank.stop() == Returned()
     marks = "range_start(msg={0}) range_end(range_id=1)"
-    ranges = ("start()", "device(device=5) stop()")
+    ranges = ("start()", "device(device=5) synchronize() stop()")
     first, second = (marks.format(stage) for stage in ("first", "second"))
     separate = [ranges[0], first, ranges[1], ranges[0], second, ranges[1]]
     assert " ".join(cuda) == " ".join(separate if discrete else [ranges[0], first, second, ranges[1]])
-
-
-if CUDA:
-
-    def test_a_snapshot_of_a_real_allocator_is_a_file(rank: Commanded) -> None:
-        rank.start(plan("torch_memory"))
-        kept = torch.ones(1024, device="cuda")
-        (trace,) = rank.stop().traces
-        assert trace.nbytes > 1000 and kept.sum() == 1024
-
-    def test_kernels_are_recorded(rank: Commanded) -> None:
-        rank.start(plan("torch", activities=frozenset({"cpu", "cuda"})))
-        with annotate("update"):
-            (torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")).sum().item()
-        (trace,) = rank.traces(rank.stop()).values()
-        assert any(event.get("cat") == "kernel" for event in trace["traceEvents"])
 
 
 # --- Ascend, by stand-ins ---------------------------------------------------------------------------------------------

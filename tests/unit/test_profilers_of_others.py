@@ -1,5 +1,6 @@
 """Another torch profiler runs in the process that trains: there is one per process, and the other one continues."""
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +19,12 @@ DISCRETE = ProfilePlan(discrete=True)
 
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[Commanded]:
-    with Commanded(tmp_path) as commanded:
-        yield commanded
+    gc.freeze()  # other profilers are searched for among all objects that are not frozen: the suite has millions
+    try:
+        with Commanded(tmp_path) as commanded:
+            yield commanded
+    finally:
+        gc.unfreeze()
 
 
 def test_another_profiler_is_left_alone(rank: Commanded) -> None:
@@ -134,9 +139,7 @@ def test_another_profiler_replaces_a_window_that_warms_up(rank: Commanded) -> No
     assert stages(trace) == ["mini-batch 1"] and operators(trace) > 10
 
 
-def test_a_step_of_another_profiler_that_is_left_open_keeps_the_next_stage_from_being_recorded(
-    rank: Commanded,
-) -> None:
+def test_a_step_of_another_profiler_that_is_left_open_keeps_the_next_stage_from_being_recorded(rank: Commanded) -> None:
     """The end of its span would be written into memory that torch has freed."""
     never = torch.profiler.schedule(wait=9, warmup=1, active=1, repeat=1)
     rank.start(DISCRETE)

@@ -74,12 +74,7 @@ def test_nothing_is_profiled_unless_it_is_asked_for(config: ProfilerConfig) -> N
 
 @pytest.mark.parametrize(
     ("steps", "continuous", "firsts"),
-    [
-        ((3, 1, 2, 7), False, (1, 2, 3, 7)),
-        ((3, 1, 2, 7), True, (1, 7)),
-        ((), True, ()),
-        ((5, 5), False, (5,)),
-    ],
+    [((3, 1, 2, 7), False, (1, 2, 3, 7)), ((3, 1, 2, 7), True, (1, 7)), ((), True, ()), ((5, 5), False, (5,))],
 )
 def test_sessions_are_named_by_their_first_steps(
     steps: tuple[int, ...], continuous: bool, firsts: tuple[int, ...]

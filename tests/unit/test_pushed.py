@@ -14,6 +14,7 @@ from schemas.events import (
     EngineObserved,
     EngineReturned,
     Event,
+    HeadSeen,
     LeaseExpired,
     Load,
     MachineSettings,
@@ -28,12 +29,14 @@ from schemas.events import (
     Stopping,
     Tick,
 )
-from schemas.identity import Memory, Operation, Tag
+from schemas.identity import Memory, Operation, RolloutMode, Tag
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
-from tests.unit.machines import PRESENT, PRIMARY, answers, command, fold, manifest
-from workers.machine.decide import decide, in_sync, is_written_first, next_deadline
-from workers.machine.readiness import is_ready, trouble
-from workers.machine.state import AgentState, call_name
+from tests.unit.machines import PRESENT, PRIMARY, agent, answers, command, fold, manifest
+from workers.link.heartbeat import status_of
+from workers.machine.decide import decide, next_deadline
+from workers.machine.readiness import in_sync, is_ready, trouble
+from workers.machine.state import AgentState, EngineState, call_name, is_written_first
+from workers.machine.weights import adopt_pushed
 
 LABELLED = replace(PRESENT, engine="sglang 0.5.23", label="default")
 NEW = Pushed("step 7")
@@ -83,6 +86,10 @@ class Run:
         if isinstance(call, AwaitPush) and call.source.label == label:
             return self._return()
         return self.feed(EngineObserved(at_ms=1, observation=self.seen)) if noticed else self
+
+    def heard(self) -> "Run":
+        """A head of the bus: only then is what others changed undone."""
+        return self.feed(HeadSeen(at_ms=1, epoch=1, seq=self.seq))
 
     def _return(self) -> "Run":
         assert self.state.activity is not None
@@ -147,7 +154,7 @@ def test_pushed_weights_are_loaded_once_the_engine_reports_their_label() -> None
     assert run.last == Acted(calls=("await_push",), version=7)
     run.issue(phase("commit"))
     assert run.last == Acted(calls=("flush", "resume"), version=7)
-    assert is_ready(run.state) and not run.state.engine.foreign
+    assert is_ready(run.state) and not run.state.engine.label_changed
 
 
 def test_weights_that_were_pushed_before_the_load_phase_are_recognized_in_it() -> None:
@@ -172,6 +179,11 @@ def test_a_label_that_the_engine_reports_already_is_refused() -> None:
     assert is_ready(run.state)
 
 
+def test_a_label_that_an_engine_has_when_it_is_first_seen_is_refused_too() -> None:
+    run = Run(replace(LABELLED, label="step 7", version=None)).issue(phase("prepare", 7, NEW))
+    assert "reports the label 'step 7' already" in failure(run.last, ErrorKind.SOURCE_REFUSED)
+
+
 def test_the_same_pushed_weights_may_be_synced_again_under_the_next_version() -> None:
     run = on_old().issue(phase("prepare", 7, OLD)).issue(phase("load")).issue(phase("commit", 7, OLD))
     assert run.last == Acted(calls=("resume",), version=7)
@@ -181,7 +193,7 @@ def test_the_number_of_a_pushed_label_is_no_version() -> None:
     """A trainer counts its steps, and the run counts its versions."""
     run = Run(replace(LABELLED, label="4", version=4), Desired(committed=Committed(5, Pushed("4"), None)))
     assert run.calls == [] and run.state.engine.version == 5 and is_ready(run.state)
-    run.push("5")
+    run.push("5").heard()
     assert run.calls == ["pause"] and not in_sync(run.state)
     run.seen = replace(run.seen, version=5)
     run.feed(EngineObserved(at_ms=1, observation=run.seen))
@@ -371,12 +383,63 @@ def test_an_agent_without_a_journal_knows_pushed_weights_by_their_label() -> Non
     assert run.calls == [] and run.state.engine.version == 7 and is_ready(run.state)
 
 
+def snapshot(committed: Committed) -> SnapshotReceived:
+    """What an agent is sent that was away while these weights were committed."""
+    return SnapshotReceived(at_ms=9, epoch=1, seq=9, desired=Desired(committed=committed))
+
+
+def test_a_label_that_was_used_again_for_other_weights_while_a_replica_was_away_proves_nothing() -> None:
+    run = on_old().feed(snapshot(Committed(9, OLD, None)))
+    assert run.calls == ["pause"] and not in_sync(run.state), "it holds those of version 6"
+    run = on_old().feed(snapshot(Committed(9, replace(OLD, path="v9"), None)))
+    assert run.calls == ["check_source", "pause", "load", "flush", "resume"] and is_ready(run.state)
+
+
+@pytest.mark.parametrize(("content", "served"), [("the same", True), ("others", False)])
+def test_a_label_that_was_used_again_for_the_same_bytes_proves_them(content: str, served: bool) -> None:
+    held = Committed(6, OLD, manifest(6, "the same"))
+    run = on_old(Desired(committed=held)).feed(snapshot(Committed(9, OLD, manifest(6, content))))
+    assert is_ready(run.state) is served and run.state.engine.version == (9 if served else 6)
+
+
+def test_the_number_of_a_version_that_an_agent_loaded_does_not_prove_a_push_with_that_label() -> None:
+    run = Run(replace(LABELLED, label="3", version=3), Desired(committed=Committed(3, Checkpoint("v3"), None)))
+    assert is_ready(run.state)
+    run.issue(phase("prepare", 4, Checkpoint("v4"))).issue(phase("load", 4)).issue(phase("commit", 4, Checkpoint("v4")))
+    assert run.state.engine.version == 4 and is_ready(run.state)
+    run.feed(snapshot(Committed(9, Pushed("4"), None)))
+    assert not in_sync(run.state)
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_a_judge_serves_whatever_its_label_says_since_it_is_never_synced(able: bool) -> None:
+    lacking = frozenset[Operation]() if able else {Operation.PAUSE}
+    seen = replace(LABELLED, label="2", version=2, operations=LABELLED.operations - lacking)
+    state = agent(replace(PRIMARY, mode=RolloutMode.COLOCATED), seen)
+    assert is_ready(state) and trouble(state) == ""
+
+
+def test_a_push_whose_label_is_the_number_of_a_committed_version_is_not_taken_for_it() -> None:
+    run = Run(desired=Desired(committed=Committed(2, Checkpoint("v2"), None)))
+    assert run.seen.label == "2" and is_ready(run.state)
+    run.calls.clear()
+    run.seen = replace(run.seen, label="3", version=3)
+    run.feed(EngineObserved(at_ms=1, observation=run.seen))
+    assert "labelled '3', which were not committed" in trouble(run.state) and not is_ready(run.state)
+    run.feed(HeadSeen(at_ms=2, epoch=1, seq=0))
+    assert run.calls == ["check_source", "pause", "load", "flush", "resume"], "it goes back to what is committed"
+    assert (run.seen.label, run.state.engine.version) == ("2", 2) and is_ready(run.state)
+
+
 def test_an_engine_that_is_pushed_to_outside_of_a_sync_is_paused_and_named() -> None:
     run = on_old().push("step 7")
+    assert run.calls == [] and not in_sync(run.state)
+    assert status_of(run.state).torn, "the number of the version that it held says nothing of what it holds"
+    run.heard()
     assert run.calls == ["pause"] and not in_sync(run.state)
-    assert "labelled 'step 7', which nobody committed" in trouble(run.state)
-    run.push("step 6")
-    assert run.calls == ["pause", "flush", "resume"] and is_ready(run.state)
+    assert "labelled 'step 7', which were not committed" in trouble(run.state)
+    run.push("step 6").heard()
+    assert run.calls == ["pause", "flush", "resume"] and is_ready(run.state) and not status_of(run.state).torn
 
 
 @pytest.mark.parametrize("source", [NEW, Broadcast(host="h", port=1, group="g", replicas=(0,))])
@@ -385,3 +448,29 @@ def test_a_commit_that_a_replica_can_not_follow_is_never_acted(source: Pushed | 
     run = on_old().issue(phase("commit", 7, source))
     assert "can't get version 7" in failure(run.last, ErrorKind.QUARANTINED)
     assert not in_sync(run.state) and not run.seen.generating
+
+
+def test_a_label_that_was_pushed_before_its_sync_was_prepared_is_waited_for_no_more() -> None:
+    run = Run(desired=OLD_COMMITTED).push("step 6").push("step 7")
+    assert run.state.engine.label_changed
+    run.issue(phase("prepare")).issue(phase("load"))
+    assert all(isinstance(outcome, Acted) for outcome in run.outcomes) and run.state.engine.version == 7
+
+
+@pytest.mark.parametrize(("held", "version"), [("another", 6), ("announced", 7)])
+def test_pushed_weights_whose_digest_is_not_the_announced_one_are_not_taken_for_them(held: str, version: int) -> None:
+    engine = EngineState(label="step 7", version=6, version_label="step 6", digest=held)
+    desired = Desired(committed=Committed(7, NEW, manifest(7, "announced")))
+    assert adopt_pushed(engine, desired, PRIMARY).version == version
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+@pytest.mark.parametrize("pushed", [True, False])
+def test_an_engine_of_the_first_sync_serves_what_it_has_once_the_trainer_is_lost(pushed: bool, noticed: bool) -> None:
+    run = Run().issue(phase("prepare")).issue(phase("load"))
+    if pushed and noticed:
+        run.push("step 7")
+    elif pushed:
+        run.seen = replace(run.seen, label="step 7", version=None)
+    run.feed(LeaseExpired(at_ms=5))
+    assert run.seen.generating and run.state.engine.version == (7 if pushed else 0)

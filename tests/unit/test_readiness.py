@@ -4,16 +4,16 @@ import pytest
 from msgspec.structs import replace
 
 from schemas import events
-from schemas.commands import ProfilePlan, Pushed, WeightSync
-from schemas.desired import ALL_TAGS, Desired, ProfileSession
+from schemas.commands import Checkpoint, ProfilePlan, Pushed, WeightSync
+from schemas.desired import ALL_TAGS, Committed, Desired, ProfileSession
 from schemas.identity import Identity, OnLostBus, Operation
 from schemas.wire import encode
 from tests.unit.machines import PRESENT, PRIMARY, SECOND, agent, carry_out, command, fault, fold, sync
 from tests.unit.test_machine_lives import FLUSH, PAUSE, PAUSED, RESUME, V1, names, observed, snapshot
 from workers.link.heartbeat import status_of
-from workers.machine.decide import AgentState, next_deadline
-from workers.machine.readiness import is_ready, is_wedged
-from workers.machine.state import call_name
+from workers.machine.decide import next_deadline
+from workers.machine.readiness import is_ready, is_wedged, trouble
+from workers.machine.state import AgentState, call_name
 from workers.router import routable
 
 ASLEEP = replace(PAUSED, asleep=ALL_TAGS)
@@ -185,3 +185,34 @@ def test_a_restarted_agent_counts_anew() -> None:
     state, _ = fold(agent(), counted(50, 1000), counted(50, 2000))
     state, _ = fold(state, events.Started(at_ms=5, identity=PRIMARY, incarnation="b"))
     assert next_deadline(state) is None
+
+
+@pytest.mark.parametrize(
+    ("committed", "operations", "words"),
+    [
+        (Committed(2, Pushed("push 2"), None), frozenset(Operation), "can't be read again; waits for the next sync"),
+        (Committed(2, Checkpoint("v2"), None), frozenset(Operation) - {Operation.LOAD}, "can load no weights"),
+    ],
+)
+def test_a_replica_that_can_not_get_the_committed_weights_says_so(
+    committed: Committed, operations: frozenset[Operation], words: str
+) -> None:
+    seen = replace(PRESENT, generating=False, operations=operations)
+    assert words in trouble(agent(seen=seen, desired=Desired(committed=committed)))
+    assert not trouble(agent(SECOND, seen=seen, desired=Desired(committed=committed)))
+
+
+@pytest.mark.parametrize(
+    ("fallback", "missing"),
+    [(Committed(8, Checkpoint("v8"), None), "version 8"), (None, "the weights of its launch")],
+    ids=["fallback", "launch"],
+)
+def test_a_replica_that_holds_weights_of_another_run_and_can_load_none_says_so(
+    fallback: Committed | None, missing: str
+) -> None:
+    operations = frozenset(Operation) - {Operation.LOAD}
+    remedies = events.Remedies(launched_from="launched")
+    seen = replace(PRESENT, generating=False, operations=operations, remedies=remedies)
+    state = agent(seen=seen, desired=Desired(fallback=fallback))
+    state, _ = fold(state, observed(replace(seen, version=2)))
+    assert trouble(state) == f"tiny 1 can load no weights, and does not hold {missing}"

@@ -7,28 +7,13 @@ from msgspec.structs import replace
 
 from schemas.commands import Broadcast, Checkpoint, ProfilePlan, Pushed
 from schemas.desired import Committed, Desired, ProfileSession, Syncing
-from schemas.events import (
-    Call,
-    CheckSource,
-    Load,
-    Pause,
-    Resume,
-    Returned,
-    Sleep,
-    StartProfile,
-    Wake,
-)
+from schemas.events import Call, CheckSource, Load, Pause, Resume, Returned, Sleep, StartProfile, Wake
 from schemas.identity import Identity, Operation, RolloutMode, Tag
 from tests.unit.machines import PRIMARY
 from workers.machine.observe import apply_result
-from workers.machine.reconcile import (
-    attainable,
-    holds_weights,
-    may_serve,
-    reconcile,
-    wanted_weights,
-)
+from workers.machine.reconcile import attainable, may_serve, reconcile
 from workers.machine.state import EngineState, call_name
+from workers.machine.weights import holds_weights, wanted_weights
 
 V1 = Committed(1, Checkpoint("v1"), None)
 V2 = Committed(2, Checkpoint("v2"), None)
@@ -78,17 +63,9 @@ CASES: dict[str, tuple[Desired, EngineState, list[str]]] = {
     "pause": (Desired(generation="paused", pause_mode="keep"), READY, ["pause keep"]),
     "paused already": (Desired(generation="paused"), PAUSED, []),
     "sleep pauses first": (Desired(asleep=BOTH), READY, ["pause abort", "sleep kv_cache weights"]),
-    "only what is awake is put to sleep": (
-        Desired(asleep=BOTH),
-        replace(PAUSED, asleep=WEIGHTS),
-        ["sleep kv_cache"],
-    ),
+    "only what is awake is put to sleep": (Desired(asleep=BOTH), replace(PAUSED, asleep=WEIGHTS), ["sleep kv_cache"]),
     "wake resumes last": (Desired(), replace(PAUSED, asleep=BOTH), ["wake kv_cache weights", "resume"]),
-    "only what is asleep is woken": (
-        Desired(asleep=CACHE),
-        replace(PAUSED, asleep=BOTH),
-        ["wake weights"],
-    ),
+    "only what is asleep is woken": (Desired(asleep=CACHE), replace(PAUSED, asleep=BOTH), ["wake weights"]),
     "wake and sleep at once": (
         Desired(asleep=CACHE),
         replace(PAUSED, asleep=WEIGHTS),
@@ -131,7 +108,12 @@ CASES: dict[str, tuple[Desired, EngineState, list[str]]] = {
         replace(READY, generating=False, version=2, loaded=V2, stale_cache=True),
         ["flush", "resume"],
     ),
-    "frozen requests keep their cache": (
+    "frozen requests are computed anew": (
+        Desired(committed=V2),
+        replace(ON_V1, generating=False, version=2, loaded=V2, stale_cache=True, requests_kept=True, recomputes=True),
+        ["flush", "resume"],
+    ),
+    "frozen requests that can't be computed anew keep their cache": (
         Desired(committed=V2),
         replace(READY, generating=False, version=2, loaded=V2, stale_cache=True, requests_kept=True),
         ["resume"],
@@ -156,7 +138,12 @@ CASES: dict[str, tuple[Desired, EngineState, list[str]]] = {
         replace(PAUSED, asleep=CACHE),
         ["check_source 1", "wake kv_cache", "load 1", "flush", "resume"],
     ),
-    "a load under frozen requests does not flush their cache": (
+    "a load under frozen requests flushes their cache if they can be computed anew": (
+        Desired(committed=V1),
+        replace(PAUSED, requests_kept=True, recomputes=True),
+        ["check_source 1", "load 1", "flush", "resume"],
+    ),
+    "a load under other frozen requests does not flush their cache": (
         Desired(committed=V1),
         replace(PAUSED, requests_kept=True),
         ["check_source 1", "load 1", "resume"],
@@ -167,17 +154,9 @@ CASES: dict[str, tuple[Desired, EngineState, list[str]]] = {
         PAUSED,
         ["check_source 2", "load 2"],
     ),
-    "aborted, with nothing committed to go back to": (
-        Desired(),
-        replace(PAUSED, version=1, loaded=V1),
-        [],
-    ),
+    "aborted, with nothing committed to go back to": (Desired(), replace(PAUSED, version=1, loaded=V1), []),
     "uncommitted weights never generate": (Desired(), ON_V1, ["pause abort"]),
-    "a session opens last": (
-        Desired(profile=SESSION),
-        PAUSED,
-        ["resume", "start_profile"],
-    ),
+    "a session opens last": (Desired(profile=SESSION), PAUSED, ["resume", "start_profile"]),
     "a session that is not desired closes first": (
         Desired(generation="paused"),
         replace(READY, session=SESSION),
@@ -286,7 +265,7 @@ def test_what_an_engine_has_no_operation_for_is_not_attainable() -> None:
 def test_an_engine_may_serve_only_what_is_committed_or_can_be_loaded(
     desired: Desired, engine: EngineState, may: bool
 ) -> None:
-    assert may_serve(desired, engine) is may
+    assert may_serve(desired, engine, PRIMARY) is may
 
 
 def test_an_engine_with_torn_weights_holds_no_version() -> None:
@@ -304,7 +283,7 @@ def test_a_commanded_load_does_not_trust_the_label_of_an_engine_that_was_not_loa
     """An aborted sync may have left other weights under the same version, and its agent lost its journal."""
     labelled = replace(READY, version=1)
     loading = Desired(sync=Syncing(1, V1.source, V1.manifest, "abort", phase="load"))
-    assert "load" in [call_name(call) for call in reconcile(loading, labelled, PRIMARY, live=True)]
+    assert "load" in [call_name(call) for call in reconcile(loading, labelled, PRIMARY, load_commanded=True)]
     assert "load" not in [call_name(call) for call in reconcile(loading, labelled, PRIMARY)]
 
 
@@ -347,7 +326,7 @@ def receiving(source: Broadcast, phase: str = "load") -> Desired:
 
 def test_a_broadcast_is_received_only_in_answer_to_its_own_load() -> None:
     ready = replace(PAUSED, checked=Committed(2, broadcast(), None))
-    assert reconcile(receiving(broadcast()), ready, PRIMARY, live=True) == (Load(2, broadcast(), None),)
+    assert reconcile(receiving(broadcast()), ready, PRIMARY, load_commanded=True) == (Load(2, broadcast(), None),)
     assert reconcile(receiving(broadcast()), ready, PRIMARY) == ()  # a restart in the middle: nobody would send to it
 
 
@@ -355,10 +334,7 @@ def test_a_received_broadcast_counts_as_the_committed_weights() -> None:
     loaded = carried_out(PAUSED, (Load(2, broadcast(), None),))
     assert [
         call_name(call) for call in reconcile(Desired(committed=Committed(2, broadcast(), None)), loaded, PRIMARY)
-    ] == [
-        "flush",
-        "resume",
-    ]
+    ] == ["flush", "resume"]
 
 
 def test_a_replica_that_missed_a_broadcast_stays_paused_until_the_next_sync() -> None:

@@ -1,8 +1,6 @@
 """Record files: committed records stay readable, there is one writer, and a full disk loses nothing."""
 
 import os
-import shutil
-import signal
 import sqlite3
 import textwrap
 import threading
@@ -13,12 +11,12 @@ from subprocess import Popen
 
 import pytest
 
-from schemas.carriers import checkpointer, database, filesystems, record_file
-from schemas.carriers.checkpointer import Checkpointer
-from schemas.carriers.filesystems import filesystem_type, is_network
-from schemas.carriers.record_file import RecordFile
-from schemas.carriers.records import PAGE_RECORDS, RecordReader
-from schemas.errors import ConfigError, LogCorrupt, LogError, LogFull, LogLocked
+from schemas.errors import ConfigError, LogCorrupt, LogError, LogLocked
+from schemas.storage import checkpointer, database, filesystems
+from schemas.storage.checkpointer import Checkpointer
+from schemas.storage.filesystems import filesystem_type, is_network
+from schemas.storage.record_file import RecordFile
+from schemas.storage.records import PAGE_RECORDS, RecordReader
 from tests.running import started
 from tests.unit.record_files import HEADER, append, fill, positions, read, record, records, write
 from tests.waiting import wait_until
@@ -36,9 +34,9 @@ def writer(code: str, *arguments: object) -> AbstractContextManager[Popen[str]]:
     """
     start = """
         import os, sys
-        from schemas.carriers import checkpointer, filesystems
-        from schemas.carriers.record_file import RecordFile
-        from schemas.carriers.records import RecordReader
+        from schemas.storage import checkpointer, filesystems
+        from schemas.storage.record_file import RecordFile
+        from schemas.storage.records import RecordReader
         from schemas.errors import LogFull
         if "truncate" in sys.argv:
             filesystems.is_network = lambda filesystem: True
@@ -179,15 +177,17 @@ def test_space_of_dropped_records_is_reused_and_positions_continue(path: Path) -
         fill(file, 500)
         size = path.stat().st_size
         for _ in range(20):
-            file.truncate_before(file.last_position - 99)
+            file.drop_before(file.last_position - 99)
+            file.commit()
             assert file.first_position == file.last_position - 99
             fill(file, file.last_position + 200)
         assert list(file.records()) == records(4301 - 100, 4500)
-        file.truncate_before(4501)
+        file.drop_before(4501)
+        file.commit()
         assert (file.first_position, file.last_position, list(file.records())) == (4501, 4500, [])
-        file.truncate_before(1)
-        with pytest.raises(ValueError, match="last one committed is 4500"):
-            file.truncate_before(4502)
+        file.drop_before(1)
+        file.commit()
+        assert file.first_position == 4501
     assert path.stat().st_size <= 2 * max(size, 65536)
     with RecordFile.open(path) as file:
         assert file.append("k", "", 1, b"") == 4501
@@ -198,11 +198,13 @@ def test_a_reader_skips_records_that_are_dropped_while_it_reads(path: Path) -> N
         fill(file, 1000)
         found = reader.records()
         assert next(found).position == 1
-        file.truncate_before(900)
+        file.drop_before(900)
+        file.commit()
         assert positions(list(found)) == [*range(2, PAGE_RECORDS + 1), *range(900, 1001)]
         found = reader.records()
         next(found)
-        file.truncate_before(1001)
+        file.drop_before(1001)
+        file.commit()
         assert list(found) == records(901, 1000)
 
 
@@ -211,29 +213,24 @@ def test_a_reader_ends_when_all_records_are_dropped(path: Path) -> None:
         fill(file, 1000)
         found = reader.records()
         assert next(found).position == 1
-        file.truncate_before(1001)
+        file.drop_before(1001)
+        file.commit()
         assert list(found) == records(2, PAGE_RECORDS)
 
 
-def test_dropped_records_are_gone_at_once_and_removed_bit_by_bit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_file, "REMOVED_AT_ONCE", 100)
-    write(path, 1000)
+def test_records_are_dropped_with_the_next_commit_and_so_are_their_marks(path: Path) -> None:
+    write(path, 500)
     with RecordFile.open(path) as file, RecordReader.open(path) as reader:
-        file.append_mark(1, b"state")
+        for last in (500, 900):
+            fill(file, last)
+            file.append_mark(1, b"state")
+        fill(file, 1000)
+        used = file.used_bytes
         file.drop_before(901)
         assert (reader.first_position, len(list(reader.records()))) == (1, 1000)
         file.commit()
         assert (reader.first_position, list(reader.records())) == (901, records(901, 1000))
-        assert file.removing and file._oldest() == 101
-        used = file.used_bytes
-    with RecordFile.open(path) as file:  # goes on where the last writer stopped
-        assert file.removing
-        while file.removing:
-            file.append("k", "", 1, b"")
-            file.commit()
-        assert file.last_position < 1020 and file.used_bytes < used
-        assert positions(list(file.records())) == list(range(901, file.last_position + 1))
-        assert file.mark_positions() == [1000]
+        assert file.mark_positions() == [900] and file.used_bytes < used
 
 
 # --- one writer -------------------------------------------------------------------------------------------------------
@@ -255,20 +252,6 @@ def test_a_failed_opening_releases_the_lock(path: Path) -> None:
     for _ in range(2):
         with pytest.raises(LogCorrupt):
             RecordFile.open(path)
-
-
-def test_a_fork_that_outlives_its_writer_does_not_keep_the_lock(path: Path) -> None:
-    fork = """
-        if os.fork() == 0:
-            print("forked", flush=True)
-        sys.stdin.read()
-        """
-    with writer(fork, path) as process:
-        assert line(process) == "forked"
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        with RecordFile.open(path) as file:
-            file.append("k", "", 1, b"")
 
 
 def test_a_fork_may_not_write_and_leaves_the_file_alone(path: Path) -> None:
@@ -320,41 +303,7 @@ def test_a_killed_writer_loses_nothing_that_it_had_committed(path: Path, journal
         assert file.append("k", "", 1, b"") == len(found) + 1
 
 
-def test_a_reader_rolls_back_an_interrupted_commit(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filesystems, "is_network", lambda filesystem: True)
-    copy = tmp_path / "copy"
-    with RecordFile.open(path) as file:
-        fill(file, 300)
-        # A cache of one page makes SQLite write into the file in the middle of the transaction.
-        file._connection.execute("PRAGMA cache_size = 1")
-        file._connection.execute("BEGIN IMMEDIATE")
-        file._connection.execute("UPDATE records SET body = zeroblob(500)")
-        shutil.copy(path, copy)
-        shutil.copy(f"{path}-journal", f"{copy}-journal")
-        file._connection.execute("ROLLBACK")
-    assert copy.read_bytes() != path.read_bytes()
-    assert read(copy) == records(1, 300)
-
-
 # --- no space ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_full_disk_keeps_the_group_and_what_was_recorded(path: Path) -> None:
-    with RecordFile.open(path, HEADER) as file:
-        fill(file, 100)
-        (pages,) = file._connection.execute("PRAGMA page_count").fetchone()
-        file._connection.execute(f"PRAGMA max_page_count = {pages}")
-        for _ in range(20):
-            file.append("k", "", 1, bytes(4000))
-        for _ in range(2):
-            with pytest.raises(LogFull, match="no space left for record 101. Records up to 100 are readable") as caught:
-                file.commit()
-            assert str(path) in str(caught.value)
-            assert (file.pending, file.last_position, len(read(path))) == (20, 100, 100)
-        file.append("k", "", 1, b"later")
-        file._connection.execute("PRAGMA max_page_count = 100000")
-        assert file.commit() == 121
-    assert positions(read(path)) == list(range(1, 122))
 
 
 @pytest.mark.parametrize("journal", ["wal", "truncate"])
@@ -435,9 +384,9 @@ def fill_until_checkpoint(file: RecordFile) -> None:
     """Append and commit records until a checkpoint is due, and commit no more."""
     assert file._checkpointer is not None
     while not file._checkpointer.due:
-        append(file, record(file.next_position))
+        append(file, record(file.last_position + 1))
         file.commit()
-    append(file, record(file.next_position))
+    append(file, record(file.last_position + 1))
     file.commit()
 
 
@@ -487,7 +436,7 @@ def test_a_log_that_is_too_long_keeps_commits_out_while_its_rest_is_copied(
         kept_out.append(self._committing.locked())
         found = copy(self)
         if not kept_out[-1]:
-            file.append("k", "", 1, bytes(2 * checkpointer.FEW_BYTES))
+            file.append("k", "", 1, bytes(128 * 1024))
             file.commit()
         return found
 

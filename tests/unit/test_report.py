@@ -11,26 +11,25 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from controlplane.machine.events import HelloReceived, Send
 from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
+from controlplane.report import totals
 from controlplane.report.collect import collect
 from controlplane.report.fleet_history import MAX_SPANS, FleetHistory, ReplicaHistory
 from controlplane.report.model import LatencyHistogram
 from controlplane.report.page import write_page
-from controlplane.report.totals import MAX_COMMANDS, MAX_FAILURES, MAX_STEP_COMMANDS, RunReport, Totals
-from schemas.commands import EngineCommand, ProfileCommand
+from controlplane.report.totals import MAX_FAILURES, MAX_STEP_COMMANDS, RunReport, Totals
+from schemas.agent_status import AgentStatus
+from schemas.commands import EngineCommand, ProfileCommand, Target
 from schemas.errors import LogCorrupt
 from schemas.events import Observation
-from schemas.outcomes import Acted, ErrorKind, Failed, Trace
-from schemas.reports import AgentStatus
-from schemas.wire import Welcome, encode
-from tests.running import rolloutctl
+from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped, Trace
+from schemas.wire import encode
+from tests.running import typed
 from tests.unit.fleets import DONE, Coordinator
 
 REPLAYS = Path(__file__).parents[1] / "replays"
-PAUSE = EngineCommand(operation="pause")
-WELCOME = Welcome(run="r", publish_port=None, heartbeat_ms=1, lease_ms=1, recorded_decisions=0)
+PAUSE, RESUME = EngineCommand(operation="pause"), EngineCommand(operation="resume")
 HOSTILE = """</pre><script>document.title = "owned"</script><img src=x onerror='alert(1)' title="a" b=`c`>&amp;"""
 
 
@@ -76,7 +75,7 @@ def recorded(name: str) -> RunReport:
 
 
 def command(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    return rolloutctl("report", *args)
+    return typed("report", *args)
 
 
 # --- recorded runs ----------------------------------------------------------------------------------------------------
@@ -115,7 +114,7 @@ def test_a_good_run_shows_its_traces_and_training_ranks() -> None:
     traced = [command for step in report.steps for command in step.commands if command.traces]
     assert any(trace.rank == 0 for command in traced for trace in command.traces)
     assert sorted(report.replicas) == [0, 1]  # a rank has no weights
-    (rank,) = [agent for agent in report.agents if agent.identity.role == "actor"]
+    (rank,) = [agent for agent in report.agents if agent.member.hello.identity.role == "actor"]
     assert "v0" not in rank.condition and "generating" not in rank.condition
     for replica in report.replicas.values():
         assert (replica.latest, replica.bad) == (report.version, False) and replica.totals_ns["paused"] > 0
@@ -328,6 +327,36 @@ def test_a_replica_whose_server_was_killed_is_out_of_service_until_it_serves_aga
     assert "Replica 1 was out of service for" in bus.page()
 
 
+def test_an_aborted_sync_is_a_failure_and_those_for_the_same_reason_are_one_line() -> None:
+    bus = Recorded("0.0", "1.0")
+    for _ in range(3):
+        bus.sync(None, path="a")
+        for _ in range(2):
+            bus.answer(a0_0=Skipped(Reason.EXPIRED), a1_0=Skipped(Reason.EXPIRED))
+    report = bus.report()
+    assert (report.tone, report.verdict) == ("warn", "3 weight syncs aborted")
+    (aborted,) = report.aborted
+    assert aborted.count == 3 and "0 of 2 replicas prepared, and 2 must: not replicas 0, 1" in aborted.reason
+    assert "Aborted weight syncs" in bus.page() and "Nothing failed" not in bus.page()
+
+
+@pytest.mark.parametrize("operator", [True, False])
+def test_a_replica_that_an_operator_left_paused_is_named(operator: bool) -> None:
+    bus = Recorded("0.0", "1.0")
+    bus.issue(PAUSE, target=Target(replicas=frozenset({1})), operator=operator)
+    bus.answer(a0_0=Skipped(Reason.NOT_TARGETED), a1_0=DONE)
+    bus.sync(1)
+    for _ in range(3):
+        bus.answer(a0_0=DONE, a1_0=DONE)
+    report = bus.report()
+    assert [stop.replicas for stop in report.stopped] == [(1,)]
+    assert report.verdict == ("1 stopped by an operator" if operator else "nothing failed")
+    named = "Replica 1 paused by an operator since 00:00:00.000 UTC, and still at the end of this log"
+    assert (named in bus.page()) is operator
+    bus.issue(RESUME)
+    assert bus.report().stopped == ()
+
+
 def test_a_replica_that_was_absent_from_a_sync_is_out_of_service() -> None:
     bus = Recorded("0.0", "1.0")
     bus.lose("1.0", "left")
@@ -362,9 +391,8 @@ def test_a_replica_that_could_not_load_what_is_committed_is_out_of_service() -> 
 def test_an_engine_restart_is_a_change_from_one_instance_that_was_up_to_another() -> None:
     bus = Recorded("0.0")
     fleet = FleetHistory()
-    hello = bus.history[1]
-    assert isinstance(hello, HelloReceived)
-    fleet.hello(hello, [Send(peer=hello.peer, epoch=1, seq=1, message=WELCOME)])
+    for event in bus.history[:2]:
+        fleet.follow(event, 1)
 
     def see(*seen: tuple[str | None, Any]) -> int:
         for instance, tokenizer in seen:
@@ -432,19 +460,19 @@ def test_a_violated_invariant_has_its_own_card() -> None:
     assert "Violated invariants" in bus.page()
 
 
-def test_old_commands_are_dropped_unless_they_failed() -> None:
+def test_old_commands_are_dropped_unless_they_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(totals, "MAX_COMMANDS", 100)
     bus = Recorded("0.0")
     bus.issue(PAUSE)
     bus.answer(a0_0=Failed(ErrorKind.ENGINE_ERROR, "It burns."))
-    first = bus.entries[:]
-    for _ in range(MAX_COMMANDS // 20):
+    for _ in range(600):
         bus.issue(PAUSE)
         bus.answer(a0_0=DONE)
-    repeated = collect(first + [entry for _ in range(25) for entry in bus.entries[len(first) :]])
-    kept = sum(len(step.commands) for step in repeated.steps)
-    assert kept <= MAX_COMMANDS + MAX_STEP_COMMANDS
-    assert kept + repeated.left_out["commands"] == repeated.commands
-    assert repeated.steps[0].bad and repeated.causes[0].message == "It burns."
+    found = collect(bus.entries)
+    kept = sum(len(step.commands) for step in found.steps)
+    assert kept <= 100 + MAX_STEP_COMMANDS < found.commands
+    assert kept + found.left_out["commands"] == found.commands
+    assert found.steps[0].bad and found.causes[0].message == "It burns."
 
 
 def test_a_percentile_is_close_and_the_largest_is_exact() -> None:

@@ -14,7 +14,7 @@ from schemas.events import Load, Resume, StopProfile
 from tests.unit import machines
 from workers.engines.api_key import api_key
 from workers.machine.state import Activity, AgentState, Progress, Suppressed
-from workers.router import KEY_VARIABLE, Router, may_register, routable, should_be_registered
+from workers.router import KEY_VARIABLE, RouterRegistration, may_register, routable, should_be_registered
 
 SOURCE = Checkpoint("v1")
 ONE = Committed(1, SOURCE, None)
@@ -46,7 +46,7 @@ RULE: dict[str, tuple[tuple[bool, bool], tuple[Callable[[AgentState], AgentState
         (agent_state(desired=Desired(committed=ONE)), engine(version=1, loaded=ONE)),
     ),
     "a profiling session is open": (IN, (agent_state(desired=Desired(profile=SESSION)), engine(session=SESSION))),
-    "no snapshot yet": (OUT, (agent_state(history=0),)),
+    "no snapshot yet": (OUT, (agent_state(snapshot_epoch=0),)),
     "the bus is lost for longer than the lease": (OUT, (agent_state(bus_lost=True),)),
     "the trainer was restarted, and has not sent its snapshot yet": (KEPT, (agent_state(epoch=2),)),
     "wedged": (OUT, (engine(progress=Progress(generated=1, since_ms=0, stalled=True, wedged=True)),)),
@@ -71,10 +71,7 @@ RULE: dict[str, tuple[tuple[bool, bool], tuple[Callable[[AgentState], AgentState
     "paused, about to resume": (KEPT, (engine(generating=False), under_way(Resume()))),
     "sync is prepared, not paused yet": (KEPT, (agent_state(desired=PREPARING),)),
     "sync is prepared": (KEPT, (agent_state(desired=PREPARING), engine(generating=False))),
-    "sync loads": (
-        KEPT,
-        (agent_state(desired=LOADING), engine(generating=False), under_way(Load(1, SOURCE, None))),
-    ),
+    "sync loads": (KEPT, (agent_state(desired=LOADING), engine(generating=False), under_way(Load(1, SOURCE, None)))),
     "sync is loaded": (KEPT, (agent_state(desired=LOADING), engine(generating=False, version=1, loaded=ONE))),
     "sync is loaded, and it generates": (OUT, (agent_state(desired=LOADING), engine(version=1, loaded=ONE))),
     "sync was suppressed, and old weights are held": (
@@ -101,13 +98,26 @@ def test_an_agent_is_registered_while_its_engine_serves_or_soon_will(case: str) 
     assert not routable(second) and not may_register(second)
 
 
+def test_an_agent_whose_bus_is_out_of_reach_removes_its_worker_once_and_leaves_what_its_successor_adds() -> None:
+    router = RouterRegistration("http://router:1", "http://worker:1")
+    serving = machines.agent()
+    lost = replace(serving, bus_lost=True)
+    assert router.wants(serving, True)
+    assert not router.wants(lost, True), "it removes its worker"
+    assert not router.wants(lost, False)
+    assert router.wants(lost, True), "another agent has added it"
+    assert not router.wants(lost, False), "and removed it"
+    assert router.wants(serving, False), "its own bus is back"
+    assert not router.wants(lost, True)
+
+
 def test_urls_and_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"router URL 'router:1': give http://HOST:PORT"):
-        Router("router:1", "http://engine:1")
+        RouterRegistration("router:1", "http://engine:1")
     with pytest.raises(ConfigError, match=f"router URL for router must not contain credentials.*{KEY_VARIABLE}"):
-        Router("http://me:secret@router:1", "http://engine:1")
+        RouterRegistration("http://me:secret@router:1", "http://engine:1")
     with pytest.raises(ConfigError, match="engine URL"):
-        Router("http://router:1", "engine:1")
+        RouterRegistration("http://router:1", "engine:1")
     assert api_key(None, KEY_VARIABLE) is None
     monkeypatch.setenv(KEY_VARIABLE, "one")
     assert api_key(None, KEY_VARIABLE) == "one" and api_key() is None

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 from msgspec import Raw
 
-from controlplane.cli.recorded import RecordedRun
-from controlplane.cli.reducers import replay_log
+from controlplane.cli.replay_log import replay_log
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
 from controlplane.machine.events import Closed, CoordinatorEvent, CoordinatorSettings, Issued, Opened
 from controlplane.record.log import RunLog
-from schemas.carriers.record_file import RecordFile
+from controlplane.replay.recorded_run import RecordedRun
 from schemas.commands import EngineCommand, Target
 from schemas.errors import ConfigError, LogCorrupt, LogError, LogLocked, ReplayDiffers, WireError
 from schemas.events import Decision, Tick
+from schemas.storage.record_file import RecordFile
 from schemas.wire import MAJOR, DecisionBatch, encode
 
 REPLAYS = Path(__file__).parents[1] / "replays"

@@ -9,12 +9,12 @@ import pytest
 from controlplane import ControlPlane
 from controlplane.machine.coordinator import LOGIC
 from controlplane.record.log import RunLog
-from schemas.carriers.record_file import RecordFile
 from schemas.commands import Checkpoint, Manifest
 from schemas.config import BusConfig
 from schemas.errors import CommandError, CommandFailed, ConfigError, LogError, LogLocked
+from schemas.storage.record_file import RecordFile
 from schemas.wire import MAJOR
-from tests.running import rolloutctl
+from tests.running import typed
 from tests.unit.small_bus import PRIMARY, Engine
 from tests.unit.test_plane import agents
 
@@ -92,8 +92,8 @@ def test_after_an_upgrade_each_way_out_that_is_named_is_one(tmp_path: Path) -> N
     said = str(refused.value)
     assert f"rolloutctl 0.0.9 wrote it with decision logic {LOGIC - 1} and protocol {MAJOR}" in said
     for command in ("show", "verify"):
-        assert command in said and rolloutctl("log", command, log).returncode in (0, 1)  # 1: an empty one
-    assert "report" in said and rolloutctl("report", log).returncode == 0
+        assert command in said and typed("log", command, log).returncode in (0, 1)  # 1: an empty one
+    assert "report" in said and typed("report", log).returncode == 0
     assert 'run="new"' in said and trained(log, 1, run="new") != "old"
     assert RunLog.header(tmp_path / "run.old.db").run == "old" and RunLog.header(log).package == version("rolloutctl")
 

@@ -9,19 +9,16 @@ import pytest
 from msgspec.structs import replace
 
 from controlplane import ControlPlane
-from controlplane.machine.serving import (
-    all_serve,
-    oldest_version,
-    proven_replicas,
-    what_agents_lack,
-)
+from controlplane.machine.fleet_view import FleetView
+from controlplane.machine.replicas import all_serve, not_ready_reasons, oldest_version, proven_replicas
 from controlplane.machine.status import fleet_status
 from schemas import errors
-from schemas.commands import EngineCommand, Target
+from schemas.agent_status import AgentStatus
+from schemas.commands import EngineCommand, Target, WeightSync
 from schemas.config import BusConfig
 from schemas.identity import RolloutMode
 from schemas.outcomes import Reason, Skipped
-from schemas.reports import AgentStatus, FleetStatus
+from schemas.reports import FleetStatus
 from tests.processes.test_agent_process import Node
 from tests.unit.fleets import DONE, NO, NOT_PRIMARY, SECOND_US, Coordinator
 
@@ -51,11 +48,38 @@ def status(bus: Coordinator) -> FleetStatus:
     return fleet_status(bus.state, 90 * SECOND_US, "run.db", {})
 
 
+def test_replicas_that_took_the_first_weights_of_a_lost_trainer_serve_beside_those_of_the_launch() -> None:
+    bus = Coordinator("0.0", "1.0")
+    bus.sync(1)
+    bus.answer(a0_0=DONE, a1_0=DONE)
+    assert [command.phase for command in bus.published if isinstance(command, WeightSync)] == ["load"]
+    bus.open()
+    for agent in ("0.0", "1.0"):
+        assert bus.arrive(agent).fallback is not None
+    bus.status("0.0", SERVING, at_us=5)
+    bus.status("1.0", replace(SERVING, version=0), at_us=5)
+    assert not_ready_reasons(bus.state, 4) == {} and all_serve(bus.state, 2, since_us=4)
+    assert proven_replicas(bus.state).serving == {0: 1, 1: 0}
+
+
+def test_a_quarantine_of_a_sync_that_lost_its_trainer_does_not_keep_the_next_one_waiting() -> None:
+    bus = Coordinator("0.0", "1.0", "2.0")
+    bus.sync(1)
+    for _ in range(3):
+        bus.answer(a0_0=DONE, a1_0=DONE, a2_0=DONE)
+    bus.sync(2)
+    bus.answer(a0_0=NO, a1_0=DONE, a2_0=DONE)
+    assert bus.state.desired[0].quarantined == 2
+    bus.open()
+    assert bus.arrive("0.0").quarantined == 0
+    assert bus.state.desired[0].version == 1
+
+
 def test_replicas_serve_once_each_agent_was_heard_after_the_call() -> None:
     bus = committed()
     heard(bus, at_us=5)
     assert all_serve(bus.state, 4, since_us=4) and not all_serve(bus.state, 5, since_us=4)
-    assert what_agents_lack(bus.state, 5) == dict.fromkeys(
+    assert not_ready_reasons(bus.state, 5) == dict.fromkeys(
         ("0.0", "0.1", "1.0", "actor.0"), "no heartbeat since the call"
     )
     heard(bus, at_us=6)
@@ -76,7 +100,7 @@ def test_replicas_serve_once_each_agent_was_heard_after_the_call() -> None:
 def test_a_replica_that_does_not_serve_is_not_ready(said: AgentStatus, lacks: str) -> None:
     bus = committed()
     heard(bus, at_us=5, a0_0=said)
-    assert what_agents_lack(bus.state, 4) == {"0.0": lacks} and not all_serve(bus.state, 1, since_us=4)
+    assert not_ready_reasons(bus.state, 4) == {"0.0": lacks} and not all_serve(bus.state, 1, since_us=4)
 
 
 def test_the_oldest_version_is_that_of_whom_a_later_sync_did_not_name() -> None:
@@ -98,9 +122,37 @@ def test_an_agent_that_is_away_is_named_and_not_waited_for() -> None:
     bus = committed()
     bus.lose("0.0", at_us=SECOND_US)
     heard(bus, at_us=200 * SECOND_US)
-    lacking = what_agents_lack(bus.state, 181 * SECOND_US)
+    lacking = not_ready_reasons(bus.state, 181 * SECOND_US)
     assert lacking == {"0.0": "its agent is gone (away for 3 min at the call)"}
     assert all_serve(bus.state, 3, since_us=181 * SECOND_US)
+
+
+def shown(bus: Coordinator, agent: str = "0.0") -> tuple[int | None, str, bool]:
+    """What the status says of an agent: what its replica serves, its condition, and whether it is in trouble."""
+    line = next(line for line in status(bus).agents if line.agent == agent)
+    return line.serving, line.condition, line.in_trouble
+
+
+def test_the_columns_of_the_status_are_of_one_moment_though_a_heartbeat_is_older_than_an_outcome() -> None:
+    bus = Coordinator("0.0")
+    bus.status("0.0", replace(SERVING, version=0))
+    assert shown(bus) == (0, "v0, generating", False)
+    bus.sync(1)
+    assert shown(bus) == (None, "in the sync to v1 (was v0, generating)", False)
+    bus.status("0.0", replace(SERVING, ready=False, generating=False, version=0, activity="load"))
+    assert shown(bus) == (None, "v0, paused, busy: load", False)
+    for _ in range(3):
+        bus.answer(a0_0=DONE)
+    assert shown(bus) == (1, "v1, generating", False)
+    bus.status("0.0", SERVING)
+    bus.issue(EngineCommand(operation="pause"))
+    assert shown(bus) == (None, "told to pause (was v1, generating)", False)
+    bus.answer(a0_0=NO)
+    bus.issue(EngineCommand(operation="resume"))
+    bus.answer(a0_0=NO)
+    assert shown(bus) == (None, "did not carry out its last command (was v1, generating)", False)
+    bus.status("0.0", SERVING)
+    assert shown(bus) == (1, "v1, generating", False)
 
 
 def test_the_status_shows_unproven_and_absent_agents_first() -> None:
@@ -210,6 +262,7 @@ def test_a_replica_that_missed_a_command_is_proven_by_its_next_heartbeat_alone()
 def test_a_command_for_others_says_nothing_about_a_replica() -> None:
     bus = serving()
     bus.issue(PAUSE, target=Target(replicas=frozenset({1})))
+    assert proven_replicas(bus.state).serving == {0: 1}, "its answer is waited for, and it goes on"
     bus.answer(a0_0=Skipped(Reason.NOT_TARGETED), a1_0=DONE)
     assert proven_replicas(bus.state).serving == {0: 1}
 
@@ -227,6 +280,40 @@ def test_a_replica_in_quarantine_or_away_or_restarted_is_not_proven_to_serve() -
     assert proven_replicas(bus.state).serving == {0: 2}, "nothing was heard of it since"
     bus.status("1.0", replace(SERVING, version=2))
     assert proven_replicas(bus.state).serving == {0: 2, 1: 2}
+
+
+def unfit(bus: Coordinator, replica: int = 0) -> str:
+    return FleetView(bus.state).unfit(replica)
+
+
+def test_requests_go_to_replicas_that_serve_and_to_those_that_wait_in_a_sync_with_good_weights() -> None:
+    bus = serving()
+    assert unfit(bus) == ""
+    bus.sync(2)
+    assert unfit(bus) == "", "it was told to pause, and its engine lets requests wait"
+    bus.answer(a0_0=DONE, a1_0=DONE, a0_1=NOT_PRIMARY, actor_0=NOT_PRIMARY)
+    assert unfit(bus) == "", "it was told to load"
+    paused = replace(SERVING, ready=False, generating=False)
+    for wrong in (replace(paused, torn=True), replace(paused, tokenizer="unknown"), replace(paused, version=0)):
+        bus.status("0.0", wrong)
+        assert unfit(bus).startswith("it is not proven to serve v1: "), wrong
+    bus.status("0.0", replace(paused, version=2))
+    assert unfit(bus) == "", "it has loaded what is to be committed"
+    bus.status("0.0", replace(paused, quarantined=2))
+    assert unfit(bus) == "quarantined since v2, until a later update includes it"
+
+
+def test_requests_go_to_no_replica_that_is_away_new_or_retired() -> None:
+    bus = serving()
+    bus.lose("1.0")
+    bus.arrive("2.0")
+    assert [unfit(bus, replica) for replica in (1, 2, 3)] == [
+        "its agent is gone",
+        "no heartbeat yet",
+        "no agent has joined there",
+    ]
+    bus.retire("1")
+    assert unfit(bus, 1) == "it was retired"
 
 
 def test_a_wedged_engine_is_not_proven_to_serve_by_an_answer() -> None:

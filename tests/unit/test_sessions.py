@@ -9,7 +9,7 @@ from controlplane import ControlPlane
 from schemas.commands import EngineCommand, ProfilePlan, Target
 from schemas.desired import ProfileSession
 from schemas.events import Observation, StartProfile, StopProfile
-from tests.running import rolloutctl
+from tests.running import typed
 from tests.unit.fleets import DONE, NO, Coordinator
 from tests.unit.machines import START, STOP
 from tests.unit.small_bus import PRIMARY, Engine
@@ -103,7 +103,7 @@ def test_the_command_line_asks_for_force(tmp_path: Path) -> None:
         plane.wait_for_agents(1, timeout=20).wait()
         plane.start_profile(3).wait()
         env = {"ROLLOUTCTL_BUS": plane.address}
-        refused = rolloutctl("profile", "start", "--step", "4", env=env)
+        refused = typed("profile", "start", "--step", "4", env=env)
         assert refused.returncode != 0 and "session of step 3 is open on replica 0" in refused.stderr
-        taken = rolloutctl("profile", "start", "--step", "4", "--force", env=env)
+        taken = typed("profile", "start", "--step", "4", "--force", env=env)
         assert taken.returncode == 0 and "profile start step 4" in taken.stdout

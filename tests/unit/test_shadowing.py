@@ -2,8 +2,8 @@
 
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
+from shutil import copy
 
 import pytest
 
@@ -26,43 +26,97 @@ def package(folder: Path, text: str = "") -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", ["schemas", "workers"])
-@pytest.mark.parametrize("kind", ["module", "package"])
-def test_a_foreign_package_is_refused_by_the_name_of_its_file(tmp_path: Path, name: str, kind: str) -> None:
-    shout = "print('the foreign code ran')"
-    if kind == "module":
-        file = tmp_path / f"{name}.py"
-        file.write_text(shout)
-    else:
-        file = package(tmp_path / name, shout)
-    run = in_folder(tmp_path, "import controlplane")
+@pytest.mark.parametrize(
+    ("file", "use"),
+    [
+        ("schemas.py", "from controlplane import ControlPlane"),
+        ("schemas/__init__.py", "from workers import Agent"),
+        ("workers.py", "import controlplane.cli"),
+        ("workers/__init__.py", "import controlplane.cli"),
+    ],
+)
+def test_what_needs_ours_refuses_a_foreign_one_by_the_name_of_its_file(tmp_path: Path, file: str, use: str) -> None:
+    foreign = tmp_path / file
+    foreign.parent.mkdir(exist_ok=True)
+    foreign.write_text("print('the foreign code ran')")
+    run = in_folder(tmp_path, use)
     assert (run.returncode, run.stdout) == (1, "")
-    for text in ("ImportError", str(file), str(HOME / name), "Rename it"):
+    for text in ("ImportError", str(foreign), str(HOME / Path(file).parts[0].removesuffix(".py")), "Rename"):
         assert text in run.stderr
+
+
+def test_verl_names_the_foreign_package_when_our_trainer_is_asked_for(tmp_path: Path) -> None:
+    file = package(tmp_path / "workers")
+    code = (
+        "import types; from controlplane.trainers.verl.register import register\n"
+        "class PPOTrainer: ...\n"
+        "trainers = {}\n"
+        "verl = types.SimpleNamespace(PPOTrainer=PPOTrainer)\n"
+        "verl.register_trainer = lambda name: lambda cls: trainers.setdefault(name, cls)\n"
+        "register(verl); trainers['rolloutctl_sync'](None)"
+    )
+    run = in_folder(tmp_path, code)
+    assert "RuntimeError" in run.stderr and str(file) in run.stderr
 
 
 def test_a_foreign_package_that_is_loaded_already_is_refused(tmp_path: Path) -> None:
     file = package(tmp_path / "schemas")
-    run = in_folder(tmp_path, "import schemas; import controlplane")
+    run = in_folder(tmp_path, "import schemas; from controlplane import ControlPlane")
     assert "ImportError" in run.stderr
     assert str(file) in run.stderr
 
 
-@pytest.mark.parametrize("kind", ["module", "package"])
-def test_workers_refuse_foreign_schemas_too(tmp_path: Path, kind: str) -> None:
-    file = tmp_path / "schemas.py" if kind == "module" else package(tmp_path / "schemas")
-    file.touch()
-    run = in_folder(tmp_path, "import workers")
-    assert "ImportError" in run.stderr
-    assert str(file) in run.stderr
-
-
-def test_a_directory_without_init_is_no_foreign_package(tmp_path: Path) -> None:
-    (tmp_path / "workers").mkdir()
-    (tmp_path / "schemas").mkdir()
-    run = in_folder(tmp_path, "import controlplane, workers; print(workers.__file__)")
+def test_nothing_is_refused_before_it_is_used(tmp_path: Path) -> None:
+    package(tmp_path / "schemas")
+    run = in_folder(tmp_path, "import controlplane, workers")
     assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == str(HOME / "workers" / "__init__.py")
+
+
+def test_a_trainer_with_a_package_workers_of_its_own_uses_the_bus(tmp_path: Path) -> None:
+    package(tmp_path / "workers", "MINE = 1")
+    run = in_folder(tmp_path, "from controlplane import ControlPlane; import workers; print(workers.MINE)")
+    assert (run.returncode, run.stdout.strip()) == (0, "1"), run.stderr
+
+
+NAMES = ("controlplane", "schemas", "workers")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_folders_without_init_go_on_working_beside_ours(tmp_path: Path, first: bool) -> None:
+    for name in NAMES:
+        (tmp_path / "repository" / name).mkdir(parents=True)
+        (tmp_path / "repository" / name / "mine.py").write_text(f"VALUE = '{name}'")
+    order = "insert(0, %r)" if first else "append(%r)"
+    code = f"import sys; sys.path.{order % str(tmp_path / 'repository')}\n"
+    code += "".join(f"from {name}.mine import VALUE as {name}_value\n" for name in NAMES)
+    code += "from controlplane import ControlPlane; from workers import Agent\n"
+    code += f"import controlplane.cli; print({', '.join(f'{name}_value' for name in NAMES)})"
+    run = in_folder(tmp_path, code)
+    assert (run.returncode, run.stdout.split()) == (0, [*NAMES]), run.stderr
+
+
+@pytest.mark.parametrize(
+    ("names", "regular"), [(NAMES, True), (NAMES, False), (("workers",), True)], ids=["all", "folders", "one"]
+)
+def test_a_repository_that_never_uses_us_runs_its_tests(tmp_path: Path, names: tuple[str, ...], regular: bool) -> None:
+    for name in names:
+        (tmp_path / name).mkdir()
+        if regular:
+            (tmp_path / name / "__init__.py").touch()
+        (tmp_path / name / "mine.py").write_text("VALUE = 7")
+        (tmp_path / f"test_{name}.py").write_text(f"from {name}.mine import VALUE\n\ndef test(): assert VALUE == 7")
+    run = python("-m", "pytest", cwd=tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert f"{len(names)} passed" in run.stdout and "warning" not in run.stdout and run.stderr == ""
+
+
+@pytest.mark.parametrize("name", ["controlplane", "workers"])
+def test_logs_are_not_replayed_by_foreign_code(tmp_path: Path, name: str) -> None:
+    file = package(tmp_path / name)
+    copy(HOME / "tests" / "replays" / "killed.db", tmp_path)
+    run = python("-m", "pytest", "--replay-log", "killed.db", cwd=tmp_path)
+    assert run.returncode == 4 and "Traceback" not in run.stderr
+    assert "--replay-log: " in run.stderr and str(file) in run.stderr
 
 
 def test_a_namespace_package_is_foreign_where_python_would_take_it(
@@ -102,11 +156,9 @@ def test_a_module_made_by_hand_is_foreign(monkeypatch: pytest.MonkeyPatch) -> No
     assert refused.value.name == "package_of_no_project"
 
 
-@pytest.mark.parametrize("name", ["controlplane", "schemas"])
-def test_every_public_name_is_there(name: str) -> None:
-    package = import_module(name)
-    assert [public for public in package.__all__ if not hasattr(package, public)] == []
-    assert not hasattr(package, "no_such_name")
+def test_python_m_controlplane_is_the_command_line() -> None:
+    run = python("-m", "controlplane", "--version")
+    assert (run.returncode, run.stdout.partition(",")[0]) == (0, "rolloutctl"), run.stderr
 
 
 def test_our_packages_load_no_engine_and_no_tensor_library(tmp_path: Path) -> None:

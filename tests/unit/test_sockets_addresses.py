@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from schemas.carriers.edge_socket import EdgeSocket
-from schemas.carriers.sockets import Context, agent_dealer, bus_publisher, bus_router
 from schemas.errors import AddressInUse, BusAddressError
+from schemas.transport.async_socket import AsyncZmqSocket
+from schemas.transport.sockets import Context, agent_dealer, bus_publisher, bus_router
 
 ANY_PORT = "tcp://127.0.0.1:0"
 
@@ -31,7 +31,7 @@ def test_a_local_address_binds_and_is_reported_with_its_port(context: Context, t
 )
 @pytest.mark.parametrize("constructor", [bus_publisher, bus_router])
 def test_an_address_that_other_machines_reach_is_refused_with_advice(
-    context: Context, constructor: Callable[[Context, str], EdgeSocket], address: str
+    context: Context, constructor: Callable[[Context, str], AsyncZmqSocket], address: str
 ) -> None:
     with pytest.raises(BusAddressError, match="other machines can reach it.*insecure=True"):
         constructor(context, address)

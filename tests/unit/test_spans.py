@@ -1,6 +1,7 @@
 """Spans of syncs and profiling sessions, beside those of a trainer; and the page's hook for TensorBoard and wandb."""
 
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,8 +113,16 @@ def test_a_session_and_a_sync_that_are_open_end_with_the_bus(tmp_path: Path) -> 
         plane.start_profile(1).wait()
         with agents(plane.address, tmp_path, {PRIMARY: Engine()}):
             plane.wait_for_agents(1, timeout=20).wait()
-            plane.begin_sync(1, Checkpoint("v1"), manifest=MANIFEST).prepare().wait(20)
+            sending, closed = threading.Event(), threading.Event()
+
+            def send(_: tuple[int, ...]) -> None:
+                sending.set()
+                closed.wait(20)
+
+            plane.sync_weights(1, Checkpoint("v1"), manifest=MANIFEST, send=send)
+            assert sending.wait(20)
             plane.close()
+            closed.set()
     assert spans["rolloutctl.profile step 1"].end_time is not None
     assert spans["rolloutctl.sync_weights"].status.status_code is StatusCode.ERROR
 
@@ -153,16 +162,3 @@ def test_the_hook_on_the_page_makes_figures_of_a_report(plane: ControlPlane, tmp
     assert figures["rolloutctl/sync_s"] == pytest.approx(
         sum(figures[f"rolloutctl/{phase}_s"] for phase in ("prepare", "load", "commit"))
     )
-
-
-def test_tensorboard_keeps_the_figures(plane: ControlPlane, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(str(tmp_path / "board")) as writer:
-        for name, value in figures_of(plane, tmp_path).items():
-            writer.add_scalar(name, value, 5)
-    board = EventAccumulator(str(tmp_path / "board")).Reload()
-    (event,) = board.Scalars("rolloutctl/version")
-    assert (event.step, event.value) == (5, 3.0)

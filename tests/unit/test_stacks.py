@@ -7,35 +7,24 @@ from pathlib import Path
 import anyio
 import pytest
 from anyio import to_thread
-from msgspec.structs import replace
 
 from schemas import events
-from schemas.carriers.sockets import Context
-from schemas.commands import EngineCommand, Pushed, WeightSync
 from schemas.config import AgentConfig
-from schemas.errors import ConfigError
-from schemas.events import Call, DumpStacks, MachineSettings, Perform, Returned, StacksDumped, Tick
+from schemas.errors import ExtraMissing
+from schemas.events import Call, Pause, Returned, Tick
 from schemas.outcomes import ErrorKind, Failed
+from schemas.transport.sockets import Context
 from tests.running import python
 from tests.unit.journal_files import entries
-from tests.unit.machines import PRESENT, answers, command, fold
 from tests.unit.machines import agent as joined_agent
-from tests.unit.small_bus import FLUSH, PAUSE, PRIMARY, Bus, Engine, reaches
+from tests.unit.machines import answers, command, fold
+from tests.unit.small_bus import PAUSE, PRIMARY, Bus, Engine, reaches
 from workers import stacks
 from workers.agent import Agent
-from workers.machine.decide import AgentState, is_written_first, next_deadline
 from workers.machine.readiness import trouble
 from workers.stacks import StackDumps
 
-SLEEP = EngineCommand(operation="sleep", tags=frozenset({"weights"}))
-PAUSED = replace(PRESENT, generating=False)
 NOTE = "The stacks of the agent's process are in /state/stacks-0.0.txt."
-
-
-def curious() -> AgentState:
-    """An agent that asks for stacks."""
-    state = joined_agent()
-    return replace(state, settings=replace(state.settings, dump_stacks=True))
 
 
 def files(folder: Path, agent: str = PRIMARY.agent) -> list[Path]:
@@ -51,65 +40,17 @@ def message(effects: list[events.Effect]) -> str:
 # --- the machine ------------------------------------------------------------------------------------------------------
 
 
-def test_stacks_are_asked_for_once_shortly_before_the_deadline_and_named_in_the_outcome() -> None:
-    state, _ = fold(curious(), command(PAUSE, ttl_ms=40_000))
-    assert next_deadline(state) == 37_000
-    state, effects = fold(state, Tick(at_ms=37_000))
-    assert effects == [DumpStacks(1)] and next_deadline(state) == 40_000
-    assert is_written_first(state, effects)
-    state, effects = fold(state, Tick(at_ms=37_001), StacksDumped(at_ms=38_000, call_id=1, note=NOTE))
-    assert effects == []
-    state, effects = fold(state, Tick(at_ms=40_000))
+def test_the_outcome_of_a_late_call_and_the_status_name_its_stacks() -> None:
+    state, _ = fold(joined_agent(), command(PAUSE, ttl_ms=800))
+    late, effects = fold(state, Tick(at_ms=800, stacks=NOTE))
     assert message(effects).endswith(f"nothing else is sent to this engine. {NOTE}")
-    assert trouble(state).endswith(f"waits for the answer. {NOTE.rstrip('.')}")
+    assert trouble(late).endswith(f"waits for the answer. {NOTE.rstrip('.')}")
+    late, effects = fold(state, Tick(at_ms=800))
+    assert message(effects).endswith("nothing else is sent to this engine.")
+    assert trouble(late).endswith("waits for the answer")
 
 
-def test_of_a_short_time_a_quarter_is_left_for_the_dump() -> None:
-    state, _ = fold(curious(), command(PAUSE, ttl_ms=800))
-    assert next_deadline(state) == 600
-
-
-def test_an_outcome_does_not_wait_for_a_dump() -> None:
-    state, effects = fold(curious(), command(PAUSE, ttl_ms=800), Tick(at_ms=900))
-    assert [type(effect) for effect in effects] == [Perform, DumpStacks, events.Answer]
-    assert "has not ended yet" in message(effects)
-    state, effects = fold(state, StacksDumped(at_ms=950, call_id=1, note=NOTE))
-    assert effects == [] and NOTE.rstrip(".") in trouble(state)
-
-
-def test_each_call_of_a_command_is_looked_into_by_itself() -> None:
-    state, _ = fold(curious(), command(SLEEP, ttl_ms=40_000), Tick(at_ms=37_000))
-    state, effects = fold(state, events.EngineReturned(at_ms=38_000, call_id=1, result=Returned(), observation=PAUSED))
-    assert next_deadline(state) == 39_500, "a quarter of what was left"
-    state, effects = fold(state, StacksDumped(at_ms=38_100, call_id=1, note=NOTE), Tick(at_ms=39_500))
-    assert effects == [DumpStacks(2)]
-    _, effects = fold(state, Tick(at_ms=40_000))
-    assert NOTE not in message(effects), "those were of the call before"
-
-
-def test_nothing_is_asked_for_unless_it_was_chosen_nor_of_a_trainer_that_pushes_late() -> None:
-    assert MachineSettings().dump_stacks is False
-    state, effects = fold(joined_agent(), command(PAUSE, ttl_ms=800), Tick(at_ms=900))
-    assert [type(effect) for effect in effects] == [Perform, events.Answer]
-
-    state = replace(curious(), engine=replace(curious().engine, label="old", version_label="old"))
-    sync = WeightSync(phase="prepare", version=1, source=Pushed(label="new"))
-    state, effects = fold(state, command(sync))
-    assert state.activity is not None
-    paused = replace(PAUSED, label="old")
-    state, effects = fold(state, events.EngineReturned(at_ms=1, call_id=1, result=Returned(), observation=paused))
-    state, effects = fold(state, command(WeightSync(phase="load", version=1), 2, ttl_ms=800))
-    assert [type(effect.call) for effect in effects if isinstance(effect, Perform)] == [events.AwaitPush]
-    assert next_deadline(state) == 800
-
-
-def test_a_note_about_a_call_that_has_returned_changes_nothing() -> None:
-    state, _ = fold(curious(), command(FLUSH, ttl_ms=800), Tick(at_ms=700))
-    state, _ = fold(state, events.EngineReturned(at_ms=710, call_id=1, result=Returned(), observation=PRESENT))
-    assert fold(state, StacksDumped(at_ms=720, call_id=1, note=NOTE)) == (state, [])
-
-
-# --- py-spy, for real -------------------------------------------------------------------------------------------------
+# --- the agent --------------------------------------------------------------------------------------------------------
 
 
 class Hangs(Engine):
@@ -127,18 +68,29 @@ class Hangs(Engine):
         return await super().perform(call, timeout_s)
 
 
+class Noted(StackDumps):
+    """Takes no time, and notes which calls were looked into."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def dump(self, folder: Path, agent: str, call: str) -> str:
+        self.calls.append(call)
+        return NOTE
+
+
 @pytest.mark.anyio
-async def test_the_function_in_which_an_engine_hangs_is_in_a_file_that_the_journal_names(
+async def test_the_stacks_of_a_call_are_taken_shortly_before_its_deadline_and_once(
     bus: Bus, context: Context, tmp_path: Path
 ) -> None:
-    engine = Hangs()
+    engine, dumps = Hangs(), Noted()
     config = AgentConfig(hello_retry_ms=20, observe_ms=10)
     node = Agent(
         bus=bus.address,
         identity=PRIMARY,
         engine=engine,
         state_dir=tmp_path,
-        stacks=StackDumps(),
+        stacks=dumps,
         config=config,
         context=context,
     )
@@ -149,17 +101,29 @@ async def test_the_function_in_which_an_engine_hangs_is_in_a_file_that_the_journ
         await reaches(agent, lambda state: state.engine.tokenizer == "present" and state.joined)
         bus.publish(PAUSE, ttl_ms=1000)
         with anyio.fail_after(60):
-            activity = (await agent.wait_until(lambda state: bool(state.activity and state.activity.stacks))).activity
             outcome = (await bus.outcome(1)).outcome
         assert isinstance(outcome, Failed) and outcome.error is ErrorKind.ENGINE_TIMEOUT
+        assert outcome.message.endswith(NOTE) and dumps.calls == ["pause"]
         engine.released.set()
         tasks.cancel_scope.cancel()
-    (file,) = files(tmp_path)
-    assert activity is not None and str(file) in str(activity.stacks)
-    assert "waits_for_a_collective_that_never_comes (" in file.read_text()
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
     journal = [entry.event for entry in entries(tmp_path / f"agent-{PRIMARY.agent}.journal")]
-    assert any(str(file).encode() in bytes(event) for event in journal)
+    assert any(NOTE.encode() in bytes(event) for event in journal)
+
+
+# --- py-spy, for real -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+async def test_the_function_in_which_an_engine_hangs_is_in_a_file(tmp_path: Path) -> None:
+    engine = Hangs()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(engine.perform, Pause("abort"), 0)
+        await anyio.wait_all_tasks_blocked()
+        note = await StackDumps().dump(tmp_path, PRIMARY.agent, "pause")
+        engine.released.set()
+    (file,) = files(tmp_path)
+    assert str(file) in note and "waits_for_a_collective_that_never_comes (" in file.read_text()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 @pytest.mark.anyio
@@ -211,11 +175,11 @@ def test_an_agent_without_py_spy_does_not_start_with_the_option(tmp_path: Path) 
         f"sys.argv = ['rolloutctl', 'agent', *{words!r}]\nmain()"
     )
     ended = python("-c", code, env={"PATH": str(tmp_path)})
-    assert ended.returncode == 2 and "pip install 'rolloutctl[stacks]'" in ended.stderr, ended.stderr
+    assert ended.returncode == 3 and "its extra `stacks`" in ended.stderr, ended.stderr
 
 
 def test_without_py_spy_there_are_no_dumps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="need py-spy, which is not installed"):
+    with pytest.raises(ExtraMissing, match="need py-spy, which is not installed"):
         StackDumps()

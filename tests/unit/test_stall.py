@@ -1,4 +1,4 @@
-"""`rolloutctl stall`: who waits for whom, from a status, and at a bus with an engine that hangs."""
+"""`rolloutctl stall`: what waits for which agents, from a status, and at a bus with an engine that hangs."""
 
 import json
 import re
@@ -12,96 +12,33 @@ import pytest
 from msgspec.structs import replace
 
 from controlplane import ControlPlane
-from controlplane.cli.stall import waits
-from schemas.config import BusConfig
 from schemas.events import Call, Returned
-from schemas.reports import AgentLine, FleetStatus, HeldSync, PendingCommand
-from tests.running import rolloutctl
+from tests.running import typed
 from tests.screens import FLEET, FOLLOWS, SERVES, line
-from tests.unit.small_bus import PRIMARY, SECOND, Engine
-from tests.unit.test_plane import agents
+from tests.unit.small_bus import Engine
+from tests.unit.test_plane import pair
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("stall")
 
-QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=100)
 WELL = replace(FLEET, agents=(line("0.0", SERVES, 12), line("0.1", FOLLOWS)), open=(), unproven=(), failures=())
 
 
-def pending(name: str, left_ms: int, waiting: int = 1) -> PendingCommand:
-    return PendingCommand(name=name, age_ms=12_000, left_ms=left_ms, waiting=waiting)
-
-
-def said(fleet: FleetStatus) -> list[str]:
-    return [line.text for wait in waits(fleet) for line in wait.lines()]
-
-
-def of(*lines: AgentLine, **changes: object) -> FleetStatus:
-    return replace(WELL, agents=lines, **changes)
-
-
 def test_nothing_waits_in_a_fleet_that_serves() -> None:
-    assert waits(WELL) == []
+    assert WELL.stalled.agents == ()
     held = replace(SERVES, ready=False, generating=False)
-    assert waits(of(line("0.0", held, 12))) == [], "it was paused by a command that has ended"
+    assert replace(WELL, agents=(line("0.0", held, 12),)).stalled.agents == (), "it was paused by a command that ended"
 
 
-def test_a_command_says_how_long_it_may_wait_and_what_each_agent_is_doing() -> None:
-    name = "pause (seq 61)"
-    busy = replace(SERVES, activity="pause", queued=2)
-    fleet = of(
-        line("0.0", busy, 12, waits_for=(name,), silent_ms=1000),
-        line("1.0", SERVES, 12, waits_for=(name,), silent_ms=14_000),
-        pending=(pending(name, 18_000, waiting=2),),
-    )
-    assert said(fleet) == [
-        "pause (seq 61) waits for 2 agents: published 12 s ago, 18 s until its deadline",
-        "  0.0 on node-a: v12, generating, busy: pause; 2 more queued for its engine; last heard 1 s ago",
-        (
-            "  1.0 on node-c: v12, generating; no engine call in flight: the command or its answer is on its way;"
-            " last heard 14 s ago"
-        ),
-    ]
+def test_only_agents_that_something_waits_for_or_that_are_not_fit_to_serve_are_named() -> None:
+    assert [each.agent for each in FLEET.stalled.agents] == ["3.0", "3.1", "0.0"]
+    busy = replace(WELL, agents=(line("0.0", replace(SERVES, activity="flush"), 12), line("0.1", FOLLOWS)))
+    assert [each.agent for each in busy.stalled.agents] == ["0.0"], "though no command waits for it any more"
 
 
-def test_commands_without_a_deadline_in_the_status_are_not_left_out() -> None:
-    """A bus names 64 commands, and an earlier one names no deadlines."""
-    more = of(line("0.0", SERVES, waits_for=("x",)), pending=(pending("x", 1000),), open=("x waits", "2 more commands"))
-    assert [text for text in said(more) if not text.startswith("  ")][1:] == ["2 more commands"]
-    assert said(of(line("0.0", SERVES, waits_for=("x",)), open=("x waits for 0.0",))) == ["x waits for 0.0"]
-
-
-def test_agents_that_do_the_same_share_a_line() -> None:
-    busy = replace(SERVES, activity="load")
-    rows = [
-        line(f"{replica}.0", busy, waits_for=("x",), silent_ms=replica * 1000, call_ms=(10 + replica) * 1000)
-        for replica in range(4)
-    ]
-    fleet = of(*rows, pending=(pending("x", 1000, waiting=4),))
-    assert said(fleet)[1:] == ["  0.0 … 3.0: v12, generating, busy: load; in load for 13 s; last heard 3 s ago"]
-    (wait,) = waits(fleet)
-    assert [(waiting.call, waiting.call_ms) for waiting in wait.agents][:2] == [("load", 10_000), ("load", 11_000)]
-
-
-def test_the_nearest_deadline_comes_first_and_what_nobody_gives_up_last() -> None:
-    fleet = of(
-        line("0.0", replace(SERVES, activity="flush"), 12),
-        *(each for each in FLEET.agents if each.agent in ("3.0", "3.1")),
-        line("1.0", SERVES, 12, waits_for=("late (seq 2)", "soon (seq 3)")),
-        pending=(pending("late (seq 2)", 60_000), pending("soon (seq 3)", 500)),
-        held=HeldSync(version=13, phase="load", left_ms=9000),
-        unproven=(2, 3),
-    )
-    assert [text for text in said(fleet) if not text.startswith("  ")] == [
-        "soon (seq 3) waits for 1 agent: published 12 s ago, 0 s until its deadline",
-        "late (seq 2) waits for 1 agent: published 12 s ago, 1 min until its deadline",
-        "the sync to v13 waits for the trainer to ask for its load phase: 9 s until it is given up",
-        "no open command waits for these engine calls: it was answered at its deadline, or the agent reconciles",
-        "no command waits for these, and they are not fit to serve",
-        "replica 2 not proven to hold v12",
-    ]
-    assert "  3.1 on node-h: gone for 3 min (was a healthy follower, node rank 1)" in said(fleet)
-    assert any(text.startswith("  3.0 on node-g: not ready, quarantined since v12") for text in said(fleet))
+def test_what_is_open_says_when_it_is_given_up() -> None:
+    fleet = replace(FLEET, open=("pause (seq 61) waits for 0.0", "2 more commands"), left_ms=(18_000,))
+    assert fleet.open_lines == ["pause (seq 61) waits for 0.0: 18 s until it is given up", "2 more commands"]
 
 
 class Hangs(Engine):
@@ -125,31 +62,26 @@ def engine() -> Iterator[Hangs]:
 
 @pytest.fixture
 def plane(tmp_path: Path, engine: Hangs) -> Iterator[ControlPlane]:
-    with (
-        ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK) as opened,
-        agents(opened.address, tmp_path, {PRIMARY: engine, SECOND: Engine()}),
-    ):
-        opened.wait_for_agents(2, timeout=20).wait()
+    with pair(tmp_path, engine) as opened:
         yield opened
 
 
 def test_an_engine_that_hangs_is_named_with_its_call(plane: ControlPlane, engine: Hangs) -> None:
     env = {"ROLLOUTCTL_BUS": plane.address}
-    well = rolloutctl("stall", env=env)
+    well = typed("stall", env=env)
     assert (well.returncode, well.stdout, well.stderr) == (0, "nothing waits\n", "")
-    assert json.loads(rolloutctl("stall", "--json", env=env).stdout) == []
+    assert json.loads(typed("stall", "--json", env=env).stdout)["agents"] == []
 
     ticket = plane.pause(timeout=60)
     wait_until(lambda: any(line.call_ms for line in plane.status().agents))
-    shown = rolloutctl("stall", env=env)
-    as_json = rolloutctl("stall", "--json", env=env)
+    shown = typed("stall", env=env)
+    as_json = typed("stall", "--json", env=env)
     engine.released.set()
     ticket.wait()
     assert (shown.returncode, as_json.returncode) == (1, 1), shown.stderr
-    first, second = shown.stdout.splitlines()[:2]
-    assert first.startswith("pause (seq ") and "waits for 1 agent: published " in first
-    assert second.startswith("  0.0 on ") and re.search(r"busy: pause; in pause for \d+ s; last heard", second)
-    (wait,) = json.loads(as_json.stdout)
-    assert 0 < wait["left_ms"] <= 60_000 and [each["agent"] for each in wait["agents"]] == ["0.0"]
-    assert wait["agents"][0]["call"] == "pause" and wait["agents"][0]["call_ms"] > 0
-    assert rolloutctl("stall", env=env).returncode == 0
+    assert re.search(r"0\.0 .*busy: pause; in pause for \d+ s", shown.stdout), shown.stdout
+    assert re.search(r"open: pause \(seq \d+\) waits for 0\.0: \d+ s until it is given up", shown.stdout)
+    fleet = json.loads(as_json.stdout)
+    assert 0 < fleet["left_ms"][0] <= 60_000 and [each["agent"] for each in fleet["agents"]] == ["0.0"]
+    assert fleet["agents"][0]["status"]["activity"] == "pause" and fleet["agents"][0]["call_ms"] > 0
+    wait_until(lambda: typed("stall", env=env).returncode == 0)

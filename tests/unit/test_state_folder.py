@@ -1,4 +1,4 @@
-"""Where agents keep their journals if nobody says where."""
+"""Where agents keep their journals by default."""
 
 import logging
 import socket
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from schemas.carriers import filesystems
 from schemas.errors import ConfigError
+from schemas.storage import filesystems
 from workers import state_folder as module
-from workers.state_folder import given_folder, state_folder
+from workers.state_folder import state_folder, warn_if_network
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_a_folder_of_somebody_else_is_refused(home: Path, monkeypatch: pytest.Mo
 def test_a_chosen_folder_on_a_network_is_used_and_said(
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert given_folder(home / "mine") == home / "mine" and not caplog.records
+    assert warn_if_network(home / "mine") == home / "mine" and not caplog.records
     mount(monkeypatch, home, "nfs")
-    assert given_folder(home / "mine") == home / "mine"
+    assert warn_if_network(home / "mine") == home / "mine"
     assert "is on a network file system (nfs)" in caplog.text

@@ -207,7 +207,7 @@ def test_a_step_starts_when_all_agents_record_and_ends_when_all_have_written() -
     ],
 )
 def test_a_wrong_configuration_is_refused_before_any_step(wrong: dict[str, object], why: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"not a configuration of profiling: {why}")):
+    with pytest.raises(ConfigError, match=re.escape(f"ProfilerConfig: {why}")):
         Profiling(ProfilerConfig(**wrong), Bus().publish, lambda: FLEET)  # type: ignore[arg-type]
 
 

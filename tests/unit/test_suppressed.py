@@ -4,14 +4,28 @@ import pytest
 from msgspec.structs import replace
 
 from schemas import events
-from schemas.commands import EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
-from schemas.desired import Desired, ProfileSession
-from schemas.outcomes import Acted, ErrorKind, Reason, Skipped
+from schemas.commands import Checkpoint, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
+from schemas.desired import ALL_TAGS, Desired, ProfileSession, Syncing
+from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from tests.unit.machines import PRESENT, START, agent, answers, carry_out, command, fault, fold, sync
-from tests.unit.test_machine_lives import FLUSH, PAUSE, PAUSED, RESUME, SLEEP, WAKE, error, names, observed, snapshot
-from workers.machine.decide import AgentState, in_sync
-from workers.machine.state import call_name
+from tests.unit.test_machine_lives import (
+    FLUSH,
+    PAUSE,
+    PAUSED,
+    RESUME,
+    SLEEP,
+    V1,
+    WAKE,
+    error,
+    names,
+    observed,
+    snapshot,
+)
+from workers.machine.readiness import in_sync, is_ready
+from workers.machine.state import AgentState, call_name
+from workers.machine.suppressed import still_desired
 
+ON_V1 = replace(PRESENT, version=1)
 OTHERS = Target(replicas=frozenset({9}))
 
 
@@ -77,7 +91,6 @@ def test_the_late_failure_of_one_session_does_not_give_up_the_next() -> None:
     state, _ = fold(agent(), command(replace(START, step=3), 1, ttl_ms=50), events.Tick(at_ms=50))
     state, _ = fold(state, snapshot(Desired(profile=ProfileSession(4, ProfilePlan())), 2))
     state, effects = fault(state, "No.", PRESENT)
-    state, effects = fold(state, command(FLUSH, 3, target=OTHERS))
     assert names(effects) == ["start_profile"]
 
 
@@ -163,6 +176,40 @@ def test_a_failed_sleep_of_one_tag_is_not_made_good_by_a_wake_of_another() -> No
     assert "sleep" not in [call_name(call) for call in calls] and seen.generating and not seen.asleep
 
 
+def test_a_sync_wakes_what_no_wake_could_because_its_weights_could_not_be_loaded() -> None:
+    """A failed wake leaves the memory asleep, and the sync that would help was refused because of that."""
+    gone = replace(PAUSED, asleep=ALL_TAGS)
+    state = agent(seen=gone, desired=Desired(committed=V1, asleep=ALL_TAGS, discard=True))
+    state, effects = fold(state, command(WAKE, 1))
+    assert names(effects) == ["check_source"]
+    state, effects = fault(state, "It is not there.", gone)
+    assert isinstance(answers(effects)[0].outcome, Failed) and names(effects) == [] and in_sync(state)
+    seen = gone
+    for seq, phase in enumerate(("prepare", "load", "commit"), start=2):
+        state, effects = fold(state, command(sync(phase, 2), seq))
+        state, _, seen = carry_out(state, effects, seen)
+        assert isinstance(answers(effects)[0].outcome, Acted), phase
+    assert (seen.version, seen.asleep, seen.generating) == (2, frozenset(), True) and is_ready(state)
+
+
+def test_a_sync_for_which_the_memory_can_not_be_woken_leaves_it_asleep() -> None:
+    gone = replace(PAUSED, asleep=ALL_TAGS, version=1)
+    state = agent(seen=gone, desired=Desired(committed=V1, asleep=ALL_TAGS))
+    state, _ = fold(state, command(WAKE, 1))
+    state, effects = fault(state, "The trainer has it.", gone)
+    assert names(effects) == [] and in_sync(state)
+    state, effects = fold(state, command(sync("prepare", 2), 2))
+    while state.activity is not None and call_name(state.activity.calls[0]) != "wake":
+        done = events.EngineReturned(
+            at_ms=1, call_id=state.activity.call_id, result=events.Returned(), observation=gone
+        )
+        state, more = fold(state, done)
+        effects += more
+    state, more = fault(state, "The trainer has it.", gone)
+    assert isinstance(answers([*effects, *more])[0].outcome, Failed)
+    assert names(more) == [] and in_sync(state) and still_desired(state.desired, state.suppressed).asleep == ALL_TAGS
+
+
 def test_an_engine_without_a_tokenizer_is_not_paused_late_either() -> None:
     state, effects = fold(agent(seen=replace(PRESENT, tokenizer="absent")), command(PAUSE, 1))
     assert error(answers(effects)[0].outcome) is ErrorKind.TOKENIZER_MISSING
@@ -199,6 +246,62 @@ def test_a_pause_that_was_refused_in_a_sync_changes_nothing_after_it() -> None:
     state, effects = fold(state, command(sync("abort"), 3))
     _, _, seen = carry_out(state, effects, seen)
     assert seen.generating
+
+
+def out_of_version_1() -> AgentState:
+    """Return an agent that could not load the committed weights, of version 1."""
+    state = agent(desired=Desired(committed=V1))
+    while state.activity is not None:  # it is paused, and checks the source
+        state, _ = fault(state, "No such file.", PAUSED)
+    assert state.suppressed.quarantined == 1
+    return state
+
+
+def refused_files() -> AgentState:
+    """Return an agent that joined while version 2 was prepared, and found that its files are not there."""
+    preparing = Desired(committed=V1, sync=Syncing(2, Checkpoint("v2"), None, "abort", phase="prepare"))
+    state, effects = fold(agent(seen=ON_V1, desired=Desired(committed=V1)), snapshot(preparing, seq=4))
+    assert names(effects) == ["check_source"] and state.activity is not None
+    refused = events.Fault("source_refused", "It is not there.")
+    returned = events.EngineReturned(at_ms=1, call_id=state.activity.call_id, result=refused, observation=ON_V1)
+    state, effects = fold(state, returned)
+    assert effects == []
+    return state
+
+
+def test_a_replica_that_finds_no_files_when_it_joins_a_sync_goes_on_until_the_others_load() -> None:
+    state = refused_files()
+    assert is_ready(state), "its engine was not touched, and the sync may still be aborted"
+    state, effects = fold(state, command(sync("abort", 2), 5))
+    assert names(effects) == [] and is_ready(state)
+
+
+def test_a_replica_that_found_no_files_is_paused_before_others_serve_and_out_once_they_do() -> None:
+    state, effects = fold(refused_files(), command(sync("load", 2), 5))
+    assert error(answers(effects)[0].outcome) is ErrorKind.NO_SUCH_SYNC
+    assert names(effects) == ["pause"] and not is_ready(state)
+    loading, _, paused = carry_out(state, effects, ON_V1)
+    back, effects = fold(loading, command(sync("abort", 2), 6))
+    back, calls, _ = carry_out(back, effects, paused)
+    assert [call_name(call) for call in calls] == ["resume"] and is_ready(back)
+    state, effects = fold(loading, command(sync("commit", 2), 6))
+    assert names(effects) == ["check_source"]
+    state, effects = fault(state, "no", paused)
+    assert (
+        names(effects) == [] and not is_ready(state) and still_desired(state.desired, state.suppressed).quarantined == 2
+    )
+
+
+@pytest.mark.parametrize("loads", [True, False], ids=["fails to load it", "is not asked to load it"])
+def test_the_abort_of_a_later_sync_lifts_no_older_quarantine(loads: bool) -> None:
+    state, effects = fold(out_of_version_1(), command(sync("prepare", 2), 1))
+    state, _, _ = carry_out(state, effects, PAUSED)
+    if loads:
+        state, _ = fold(state, command(sync("load", 2), 2))
+        state, effects = fault(state, "No such file.", PAUSED)
+        assert names(effects) == []
+    state, effects = fold(state, command(sync("abort", 2), state.seq + 1))
+    assert state.suppressed.quarantined == 1 and names(effects) == []
 
 
 # --- the end of an agent ----------------------------------------------------------------------------------------------

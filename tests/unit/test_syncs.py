@@ -1,19 +1,16 @@
 """What a trainer does to a sync: it names a version, sends the weights, or says that it can't."""
 
-from typing import Literal
-
 import pytest
+from msgspec.structs import replace
 
 from controlplane.machine.coordinator import next_deadline
-from controlplane.machine.events import Conclude
-from controlplane.machine.syncs import LOADED_MAX
-from schemas.commands import Checkpoint, Target, WeightSync
+from controlplane.machine.versions import LOADED_MAX, VERSION_MAX
+from schemas.commands import Checkpoint, Manifest, Pushed, Target, WeightSync
 from schemas.desired import Committed, Desired
 from schemas.errors import CommandFailed
-from schemas.identity import NUMBER_MAX
-from schemas.outcomes import Missing, Reason, Skipped
+from schemas.outcomes import Missing, Outcome, Reason, Skipped
 from tests.unit.fleets import DONE, SECOND_US, Coordinator
-from tests.unit.test_weights import ALL, BUT_2, ONLY_0, fleet, phase, run_phases
+from tests.unit.test_weights import ALL, ONLY_0, fleet, phase, run_phases
 
 # --- versions ---------------------------------------------------------------------------------------------------------
 
@@ -39,12 +36,14 @@ def test_the_report_says_which_version_the_run_chose() -> None:
     assert bus.synced[0].version == 1 and bus.state.default_desired.version == 1
 
 
-def test_a_count_that_has_reached_its_bound_is_refused() -> None:
+def test_a_run_can_still_count_on_from_the_largest_version_that_may_be_asked_for() -> None:
     bus = fleet()
-    bus.sync(NUMBER_MAX)
-    run_phases(bus, ONLY_0, ALL)
-    ticket = bus.sync(None)
+    ticket = bus.sync(VERSION_MAX + 1)
     assert [refused[:2] for refused in bus.refused] == [(ticket, "command")]
+    bus.sync(VERSION_MAX)
+    run_phases(bus, ALL, ALL, ALL)
+    bus.sync(None)
+    assert phase(bus).version == VERSION_MAX + 1
 
 
 def test_a_version_that_replicas_were_told_to_load_is_not_used_for_other_weights() -> None:
@@ -65,6 +64,59 @@ def test_a_version_that_replicas_were_told_to_load_is_not_used_for_other_weights
     assert bus.state.default_desired.version == 1, "the same weights may be tried again"
     bus.sync(1, path="b")
     assert bus.refused, "nor is a committed version"
+
+
+def pushed(bus: Coordinator, version: int | None, label: str, content: str | None = None) -> str:
+    """Ask for a sync of pushed weights, and end it if it begins; returns why it was refused."""
+    manifest = Manifest(tensors=1, nbytes=1, layout="a", content=content) if content else None
+    bus.sync(version, source=Pushed(label), manifest=manifest)
+    if bus.refused:
+        return bus.refused[0][2]
+    run_phases(bus, ALL, ALL, ALL)
+    return ""
+
+
+def test_a_label_is_not_used_for_other_bytes() -> None:
+    bus = fleet()
+    assert pushed(bus, 1, "step 7", "a") == pushed(bus, 2, "step 8", "b") == pushed(bus, 3, "step 7", "a") == ""
+    assert pushed(bus, 4, "step 7", "b") == (
+        "engines may have the label 'step 7' for other weights, which were pushed as version 1. Take another label. "
+        "Nothing was published"
+    )
+    assert pushed(bus, 4, "step 7") == "", "nobody can tell: agents that hold the earlier ones do not take its word"
+
+
+@pytest.mark.parametrize(("contents", "doubted"), [((None, None), True), (("a", None), True), (("a", "a"), False)])
+def test_a_label_that_was_used_again_without_digests_is_said_to_prove_nothing(
+    contents: tuple[str | None, str | None], doubted: bool
+) -> None:
+    bus, (earlier, later) = fleet(), contents
+    reasons = []
+    for version, (label, content) in enumerate((("step 7", earlier), ("step 8", None), ("step 7", later)), 1):
+        assert pushed(bus, version, label, content) == ""
+        reasons += [report.reason for report in bus.synced]
+    assert len(reasons) == 3 and reasons[:2] == ["", ""]
+    assert reasons[2].startswith("label 'step 7' was pushed before, as version 1, and no digests") is doubted
+
+
+def test_the_label_of_a_push_is_not_the_number_of_a_version_that_agents_load() -> None:
+    bus = fleet()
+    assert pushed(bus, None, "2") == ""
+    bus.sync(2)
+    assert "engines may have the label '2' for other weights, which were pushed as version 1" in bus.refused[0][2]
+    bus.sync(None)
+    assert phase(bus).version == 3, "the run passes over it"
+    run_phases(bus, ALL, ALL, ALL)
+    assert pushed(bus, None, "4") == "" and bus.state.default_desired.version == 4, "its own number is no other's"
+
+
+def test_weights_of_another_manifest_are_other_weights() -> None:
+    bus = fleet()
+    bus.sync(1, path="a")
+    run_phases(bus, ALL, ONLY_0, ALL)
+    bus.sync(1, path="a", manifest=Manifest(tensors=1, nbytes=1, layout="other"))
+    ((_, _, reason),) = bus.refused
+    assert "engines may have loaded it from another manifest" in reason
 
 
 def test_it_stays_used_when_the_trainer_restarts() -> None:
@@ -117,7 +169,7 @@ def test_a_sender_that_raises_ends_the_load_phase_at_once_and_the_report_says_wh
     assert [line.conclusion for line in report.phases[-1].outcomes] == [DONE, Missing("not_sent"), Missing("not_sent")]
     with pytest.raises(CommandFailed, match="no group"):
         report.raise_for_failures()
-    assert bus.state.sync is None and bus.state.default_desired == Desired()
+    assert bus.state.sync is None and replace(bus.state.default_desired, uncommitted=None) == Desired()
     bus.sync(2)  # the next one need not wait for the answers to the abort
     assert phase(bus).phase == "prepare"
 
@@ -181,117 +233,85 @@ def deadline_us(bus: Coordinator) -> int:
     return bus.state.open[-1].deadline_us
 
 
-# --- phase by phase ---------------------------------------------------------------------------------------------------
-
-PREPARE = 99
-
-
-def prepared() -> tuple[Coordinator, int]:
-    """A sync whose phases are asked for, after its prepare phase."""
+def sending(outcomes: dict[str, Outcome] = ALL) -> tuple[Coordinator, int]:
+    """A sync whose weights a sender of the trainer's sends, once all replicas report them."""
     bus = fleet()
-    ticket = bus.sync(1, prepare=PREPARE)
-    assert phase(bus).phase == "prepare"
-    run_phases(bus, ALL)
+    ticket = bus.sync(1, sends=True)
+    run_phases(bus, ALL, outcomes)
     return bus, ticket
 
 
-def concluded(bus: Coordinator) -> list[int | None]:
-    """Tickets of what the last event ended."""
-    return [effect.ticket for effect in bus.of(Conclude)]
-
-
-def test_a_phase_that_is_asked_for_waits_for_the_trainer_and_reports_by_itself() -> None:
-    bus, sync = prepared()
-    assert bus.published == [] and concluded(bus) == [PREPARE]
-    load = bus.ask(sync, "load")
-    assert phase(bus) == WeightSync(phase="load", version=1)
-    run_phases(bus, BUT_2)
-    assert bus.published == [] and concluded(bus) == [load]
-    commit = bus.ask(sync, "commit")
-    assert phase(bus).quarantine == {2}
-    run_phases(bus, BUT_2)
-    assert concluded(bus) == [commit, sync]
-    (report,) = bus.synced
-    assert (report.status, report.loaded, report.quarantined, len(report.phases)) == ("committed", (0, 1), (2,), 3)
-
-
-@pytest.mark.parametrize("asked", ["load", "commit"])
-def test_a_phase_that_too_few_replicas_followed_ends_the_sync_at_once(asked: Literal["load", "commit"]) -> None:
-    bus = fleet()
-    sync = bus.sync(1, prepare=PREPARE)
-    run_phases(bus, ONLY_0)
-    assert phase(bus).phase == "abort"
-    ticket = bus.ask(sync, asked)
-    assert bus.refused == [
-        (ticket, "command", "the sync to version 1 is in its abort phase: wait for the report of that")
-    ]
-    run_phases(bus, ALL)
-    assert bus.synced[0].status == "aborted"
-    ticket = bus.ask(sync, asked)
-    assert bus.refused == [(ticket, "command", f"its sync has ended, as its report says: nothing is left to {asked}")]
-
-
-def test_a_phase_out_of_order_is_refused_and_changes_nothing() -> None:
-    bus = fleet()
-    sync = bus.sync(1, prepare=PREPARE)
-    ticket = bus.ask(sync, "load")
-    assert bus.refused == [
-        (ticket, "command", "the sync to version 1 is in its prepare phase: wait for the report of that")
-    ]
-    run_phases(bus, ALL)
-    ticket = bus.ask(sync, "commit")
-    assert bus.refused == [(ticket, "command", "the sync to version 1 goes on with load, not with commit")]
-    bus.ask(sync, "load")
-    assert phase(bus).phase == "load"
-
-
-@pytest.mark.parametrize("phases", [0, 1, 2], ids=["prepare open", "prepared", "loading"])
-def test_a_trainer_may_abort_at_any_time_before_the_commit(phases: int) -> None:
-    bus = fleet()
-    sync = bus.sync(1, prepare=PREPARE)
-    if phases:
-        run_phases(bus, ALL)
-    if phases == 2:
-        bus.ask(sync, "load")
-    ticket = bus.ask(sync, "abort")
-    assert phase(bus) == WeightSync(phase="abort", version=1)
-    (report,) = bus.synced
-    assert (report.status, report.reason) == ("aborted", "the trainer aborted it")
-    assert bus.state.sync is None and set(bus.state.desired.values()) == {Desired()}
-    run_phases(bus, ALL)
-    assert concluded(bus) == [ticket]
-
-
-def test_a_commit_cannot_be_aborted() -> None:
-    bus, sync = prepared()
-    bus.ask(sync, "load")
-    run_phases(bus, ALL)
-    bus.ask(sync, "commit")
-    bus.ask(sync, "abort")
-    assert bus.refused and bus.published == []
-    run_phases(bus, ALL)
-    assert bus.state.default_desired.version == 1
-
-
-def test_a_trainer_that_does_not_go_on_is_ended_by_the_deadline_of_the_phase() -> None:
-    bus, _ = prepared()
+def test_nothing_is_committed_before_the_sender_has_returned() -> None:
+    bus, ticket = sending()
+    assert bus.published == [] and bus.synced == []
     assert next_deadline(bus.state) == 30 * SECOND_US
-    bus.time(30 * SECOND_US - 1)
+    bus.send_returned(ticket + 7)
     assert bus.published == []
+    bus.send_returned(ticket, at_us=SECOND_US)
+    assert phase(bus).phase == "commit"
+    run_phases(bus, ALL)
+    assert bus.synced[0].loaded == (0, 1, 2)
+
+
+def test_a_sender_that_returned_before_the_engines_loaded_holds_nothing_up() -> None:
+    bus = fleet()
+    ticket = bus.sync(1, sends=True)
+    run_phases(bus, ALL)
+    bus.send_returned(ticket)
+    run_phases(bus, ALL)
+    assert phase(bus).phase == "commit"
+
+
+def test_a_sender_that_raises_after_the_engines_reported_the_weights_aborts_the_sync() -> None:
+    bus, ticket = sending()
+    bus.send_failed(ticket)
+    assert phase(bus).phase == "abort"
+    (report,) = bus.synced
+    assert (report.status, report.unproven) == ("aborted", (0, 1, 2)) and "RuntimeError: no group" in report.reason
+
+
+def test_a_sender_that_does_not_return_aborts_the_sync_at_the_deadline_of_the_load() -> None:
+    bus, ticket = sending()
     bus.time(30 * SECOND_US)
     assert phase(bus).phase == "abort"
-    assert bus.synced[0].reason == "the trainer did not ask for its load phase in time"
-    assert bus.synced[0].status == "aborted" and bus.state.sync is None
+    assert bus.synced[0].reason == "the trainer's sender had not returned by the deadline"
+    bus.send_returned(ticket)
+    assert bus.published == []
 
 
-def test_a_sync_that_waits_for_its_trainer_ends_with_the_bus() -> None:
-    bus, sync = prepared()
+def test_too_few_replicas_end_the_sync_though_the_sender_still_sends() -> None:
+    bus, _ = sending(ONLY_0)
+    assert phase(bus).phase == "abort"
+
+
+def test_a_sync_that_waits_for_its_sender_ends_with_the_bus() -> None:
+    bus, sync = sending()
     bus.close()
     assert phase(bus).phase == "abort"
     assert [refused[:2] for refused in bus.refused] == [(sync, "closed")]
 
 
-def test_a_request_that_is_refused_ends_both_of_its_tickets() -> None:
-    bus, _ = prepared()
-    second = bus.sync(2, prepare=77)
-    assert [refused[:2] for refused in bus.refused] == [(second, "sync_in_progress"), (77, "sync_in_progress")]
+@pytest.mark.parametrize("phases", [0, 1, 2])
+def test_a_sync_whose_bus_closes_ends_as_the_fleet_will(phases: int) -> None:
+    """What was published is heard: a commit is never taken back."""
+    bus = fleet()
+    sync = bus.sync(1)
+    run_phases(bus, *[ALL] * phases)
+    bus.answer(a0_0=DONE)
+    bus.close()
+    if phases < 2:
+        assert phase(bus).phase == "abort"
+        assert [refused[:2] for refused in bus.refused] == [(sync, "closed")]
+        return
+    assert bus.published == [] and bus.refused == []
+    (report,) = bus.synced
+    assert (report.status, report.loaded, report.unproven) == ("committed", (0,), (1, 2))
+    assert bus.state.default_desired.version == 1
+
+
+def test_a_bus_that_closes_in_an_abort_says_so_and_asks_for_no_second_one() -> None:
+    bus = fleet()
+    bus.sync(1)
+    run_phases(bus, ONLY_0)
+    bus.close()
+    assert bus.published == [] and (bus.synced[0].status, bus.synced[0].unproven) == ("aborted", (0, 1, 2))

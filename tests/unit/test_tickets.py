@@ -24,6 +24,7 @@ def test_every_waiting_thread_gets_the_result() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
 async def test_every_waiting_task_gets_the_error() -> None:
     ticket: Ticket[str] = Ticket(1)
     failed = 0

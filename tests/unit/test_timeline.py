@@ -14,14 +14,14 @@ from controlplane.record.log import RunLog
 from controlplane.timeline.perfetto import TimelineDraft, write_timeline
 from controlplane.timeline.survey import LogSurvey
 from controlplane.timeline.tracks import TraceEvent
-from schemas.carriers.record_file import RecordFile
 from schemas.commands import ProfileCommand
 from schemas.errors import LogError
 from schemas.events import Answer, CommandReceived, EngineObserved, Observation
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Skipped
 from schemas.outcomes import Reason as Why
-from tests.running import rolloutctl
+from schemas.storage.record_file import RecordFile
+from tests.running import typed
 from tests.timeline.trace_events import Event, checked_timeline, problems, read
 from tests.timeline.written import FLUSH, MS, START_NS, Written
 from tests.unit.test_report import Recorded as LoggedBus
@@ -272,7 +272,7 @@ def test_a_failed_write_leaves_nothing_behind(
 def test_the_command_prints_each_clock_and_what_it_wrote(written: Written, tmp_path: Path) -> None:
     written.joins(PRIMARY, clocks=(written.clock(5, -2_500_000, 40_000),))
     log, out = written.close(), tmp_path / "t.json.gz"
-    done = rolloutctl("timeline", log, "-o", out)
+    done = typed("timeline", log, "-o", out)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "agent 0.0: clock offset -2.500 ms ± 0.047 ms (1 estimate)"
     assert f"{out}: run written, " in done.stdout
@@ -282,10 +282,10 @@ def test_the_command_prints_each_clock_and_what_it_wrote(written: Written, tmp_p
         -2_500_000,
         47_440,  # clocks drift on in the half second until the end of the log
     )
-    again = rolloutctl("timeline", log, "-o", out)
+    again = typed("timeline", log, "-o", out)
     assert (again.returncode, again.stdout) == (2, "")
     assert again.stderr == f"rolloutctl: {out} already exists; nothing was written. Name another file, or use --force\n"
-    forced = rolloutctl("timeline", log, "-o", out, "--force", "--json")
+    forced = typed("timeline", log, "-o", out, "--force", "--json")
     assert json.loads(forced.stdout)["clocks"][0]["agent"] == "0.0"
 
 
@@ -315,7 +315,7 @@ def test_a_damaged_log_is_drawn_up_to_the_damage(tmp_path: Path) -> None:
         connection.execute("update records set body = x'00' where position = 100")
     connection.close()
     out = tmp_path / "cut.json"
-    done = rolloutctl("timeline", log, "-o", out)
+    done = typed("timeline", log, "-o", out)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "warning: cut off: the log after its record 99. " in done.stdout
     events = read(out)["traceEvents"]
@@ -324,16 +324,16 @@ def test_a_damaged_log_is_drawn_up_to_the_damage(tmp_path: Path) -> None:
 
 def test_a_traces_root_that_has_none_of_the_traces_is_said(tmp_path: Path) -> None:
     log = Path(__file__).parents[1] / "replays" / "torn-fleet.db"
-    done = rolloutctl("timeline", log, "--traces", tmp_path, "-o", tmp_path / "run.json")
+    done = typed("timeline", log, "--traces", tmp_path, "-o", tmp_path / "run.json")
     assert done.returncode == 1 and (tmp_path / "run.json").exists()
     assert done.stderr.endswith("rolloutctl: none of the traces that the log names is below --traces\n")
 
 
 def test_a_missing_traces_root_and_a_file_that_is_no_log_are_named(written: Written, tmp_path: Path) -> None:
     log = written.close()
-    wrong = rolloutctl("timeline", log, "--traces", tmp_path / "no")
+    wrong = typed("timeline", log, "--traces", tmp_path / "no")
     assert (wrong.returncode, wrong.stderr) == (2, f"rolloutctl: --traces {tmp_path}/no: there is no such folder\n")
     other = tmp_path / "other.db"
     other.write_text("no log")
-    assert rolloutctl("timeline", other).returncode == 3
+    assert typed("timeline", other).returncode == 3
     assert not (tmp_path / "other.perfetto.json.gz").exists()

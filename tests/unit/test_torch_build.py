@@ -36,8 +36,8 @@ class Machine:
             (folder / program).write_text(text)
             (folder / program).chmod(0o755)
 
-    def make(self, *settings: str) -> subprocess.CompletedProcess[str]:
-        words = ["make", "--no-print-directory", f"VENV={self._folder}/venv", *settings, f"{self._folder}/venv/.ready"]
+    def make(self, *settings: str, stamp: str = ".demo-ready") -> subprocess.CompletedProcess[str]:
+        words = ["make", "--no-print-directory", f"VENV={self._folder}/venv", *settings, f"{self._folder}/venv/{stamp}"]
         clean = {name: value for name, value in os.environ.items() if name not in ("TORCH", "UV", "MAKEFLAGS")}
         return subprocess.run(words, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=60)
 
@@ -83,3 +83,11 @@ def test_pip_that_fails_is_not_taken_for_a_small_build(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("")
     made = machine.make("UV=")
     assert made.returncode != 0 and "pip could not find out" in made.stderr
+
+
+def test_the_demo_installs_nothing_that_only_developers_need(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, CPU)
+    assert machine.make("UV=").returncode == 0
+    assert [call.rpartition(" ")[2] for call in machine.calls if "--editable" in call] == [".[torch,speed]"]
+    assert machine.make("UV=", stamp=".ready").returncode == 0
+    assert [call.rpartition(" ")[2] for call in machine.calls if "--editable" in call][1:] == [".[dev]"]

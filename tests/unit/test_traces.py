@@ -18,7 +18,7 @@ from schemas.outcomes import Trace
 from schemas.selection import trace_directory
 from tests.running import files_of_at_most
 from tests.waiting import wait_until
-from workers.driver import recordable
+from workers.driver import checked_result
 from workers.traces import node as traces
 from workers.traces.finish_hook import WAIT_S
 from workers.traces.node import MAX_LISTED, NodeTraces, collect_traces, move_trace, relocate_traces
@@ -210,7 +210,7 @@ async def test_an_outcome_with_many_relocated_traces_fits_into_a_message(tmp_pat
         written(tmp_path, plan, step, ranks=range(1))
     found = await NodeTraces(tmp_path, FIRST).perform(finish(plan, *steps))
     assert len(names(tmp_path, "rollout-*")) == len(steps)
-    assert len(found.traces) == MAX_LISTED and recordable(found) is found
+    assert len(found.traces) == MAX_LISTED and checked_result(found) is found
 
 
 def test_a_disk_that_fills_up_during_a_move_keeps_no_part_of_the_trace(tmp_path: Path) -> None:

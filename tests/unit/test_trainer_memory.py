@@ -5,13 +5,14 @@ from typing import Literal
 import pytest
 from msgspec.structs import replace
 
-from schemas.commands import Checkpoint, EngineCommand, WeightSync
+from schemas.commands import Checkpoint, Command, EngineCommand, WeightSync
 from schemas.desired import Committed, Desired
 from schemas.events import (
     Effect,
     EngineObserved,
     EngineReturned,
     Event,
+    HeadSeen,
     LeaseExpired,
     MachineSettings,
     Observation,
@@ -22,11 +23,10 @@ from schemas.events import (
     Started,
 )
 from schemas.outcomes import Acted, ErrorKind, Failed, Skipped
-from tests.unit.machines import PRESENT, PRIMARY, answers, carry_out, command, fold
+from tests.unit.machines import PRESENT, PRIMARY, START, answers, carry_out, command, fold, sync
 from workers.link.heartbeat import status_of
-from workers.machine.decide import AgentState, in_sync
-from workers.machine.readiness import is_ready
-from workers.machine.state import call_name
+from workers.machine.readiness import in_sync, is_ready
+from workers.machine.state import AgentState, call_name
 
 V1 = Committed(1, Checkpoint("v1"), None)
 SERVING = replace(PRESENT, version=1)
@@ -35,6 +35,7 @@ ASLEEP = replace(SERVING, asleep=frozenset({"weights", "kv_cache"}), generating=
 PAUSED_ASLEEP = replace(SERVING, asleep=None, generating=False)
 """What vLLM's server reports once it sleeps: it can't say which memory."""
 SETTINGS = MachineSettings(memory="trainer")
+HEARD = HeadSeen(at_ms=1, epoch=1, seq=0)
 
 
 def started(*events: Event, seen: Observation = SERVING, desired: Desired | None = None) -> AgentState:
@@ -75,7 +76,7 @@ def test_without_the_flag_the_agent_wakes_what_it_did_not_release() -> None:
         observed(SERVING),
         SnapshotReceived(at_ms=0, epoch=1, seq=0, desired=Desired(committed=V1)),
     )
-    state, effects = fold(state, observed(ASLEEP))
+    state, effects = fold(state, observed(ASLEEP), HEARD)
     assert calls(effects) == ["wake"] and not is_ready(state)
 
 
@@ -92,7 +93,7 @@ def test_sleep_and_wake_commands_are_refused(operation: Literal["sleep", "wake"]
 
 def test_a_pause_that_is_not_the_trainers_sleep_is_undone() -> None:
     state = started()
-    state, effects = fold(state, observed(replace(SERVING, generating=False)))
+    state, effects = fold(state, observed(replace(SERVING, generating=False)), HEARD)
     state, made, _ = carry_out(state, effects, replace(SERVING, generating=False))
     assert [call_name(call) for call in made] == ["observe", "resume"] and is_ready(state)
 
@@ -179,3 +180,26 @@ def test_a_pause_is_answered_as_before() -> None:
     assert isinstance(state.answers[-1].outcome, Acted)
     state, effects = fold(state, command(EngineCommand(operation="pause"), 2))
     assert isinstance(answers(effects)[0].outcome, Skipped)
+
+
+@pytest.mark.parametrize("asks", [EngineCommand(operation="resume"), WeightSync(phase="abort", version=2)])
+def test_an_engine_that_cannot_be_read_before_it_resumes_is_called_for_nothing_and_read_again(asks: Command) -> None:
+    """It shows no operation either, which is no reason to close the session that is open."""
+    stops: Command = sync("prepare", 2) if isinstance(asks, WeightSync) else EngineCommand(operation="pause")
+    state, effects = fold(started(), command(START))
+    state, _, seen = carry_out(state, effects, SERVING)
+    state, effects = fold(state, command(stops, 2))
+    state, _, seen = carry_out(state, effects, seen)
+    state, effects = fold(state, command(asks, 3))
+    assert calls(effects) == ["observe"]
+    unreadable = Observation(engine="tiny 1", tokenizer="unknown", trouble="it can't be read")
+    returned = EngineReturned(at_ms=1, call_id=state.calls_made, result=Returned(), observation=unreadable)
+    state, effects = fold(state, returned)
+    assert calls(effects) == [] and state.engine.session is not None
+    if isinstance(asks, EngineCommand):
+        (answer,) = answers(effects)
+        assert isinstance(answer.outcome, Failed) and answer.outcome.error is ErrorKind.ENGINE_ERROR
+    else:
+        state, effects = fold(state, observed(seen))  # once it can be read, no retry is waited for
+        carry_out(state, effects, seen)
+        assert calls(effects) == ["observe", "resume"]

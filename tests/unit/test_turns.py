@@ -1,4 +1,4 @@
-"""The turns of a bus: what one takes and leaves, and when signs of life gather."""
+"""The turns of a bus: what one takes and leaves."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -8,18 +8,18 @@ from typing import Literal
 import anyio
 import pytest
 
-from controlplane.bus import callers, turns
+from controlplane.bus import bus_loop, callers
 from controlplane.bus.bus import Bus
 from controlplane.machine.events import CoordinatorEvent, Issued
 from controlplane.record.log import RunLog
 from schemas import wire
-from schemas.carriers.edge_socket import EdgeSocket
-from schemas.carriers.sockets import Context, agent_dealer
+from schemas.agent_status import AgentStatus
 from schemas.commands import Target
 from schemas.config import BusConfig
 from schemas.identity import Identity
-from schemas.reports import AgentStatus
-from tests.unit.small_bus import FLUSH, PRIMARY, Engine, running
+from schemas.transport.async_socket import AsyncZmqSocket
+from schemas.transport.sockets import Context, agent_dealer
+from tests.unit.small_bus import FLUSH, PRIMARY
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -29,10 +29,7 @@ SELDOM = 3_600_000
 
 @asynccontextmanager
 async def opened(
-    folder: Path,
-    context: Context,
-    durability: Literal["os", "disk"] = "os",
-    address: str = "tcp://127.0.0.1:0",
+    folder: Path, context: Context, durability: Literal["os", "disk"] = "os", address: str = "tcp://127.0.0.1:0"
 ) -> AsyncIterator[Bus]:
     """A bus that nothing wakes by itself."""
     config = BusConfig(head_interval_ms=SELDOM, heartbeat_ms=SELDOM, agent_timeout_ms=SELDOM, durability=durability)
@@ -40,7 +37,7 @@ async def opened(
         yield bus
 
 
-async def say_hello(dealer: EdgeSocket, place: Identity) -> None:
+async def say_hello(dealer: AsyncZmqSocket, place: Identity) -> None:
     """Say it, and wait for the welcome."""
     hello = wire.Hello(identity=place, incarnation="a", journal="j", host="h", pid=1)
     await dealer.send([wire.encode_header(0), wire.encode(hello)])
@@ -60,7 +57,7 @@ async def test_a_bus_tells_a_large_fleet_to_send_heartbeats_less_often(
         await say_hello(dealer, PRIMARY)
         told = []
         for signs in (1_000, 4):
-            monkeypatch.setattr(turns, "SIGNS_A_SECOND", signs)
+            monkeypatch.setattr(bus_loop, "HEARTBEATS_PER_S", signs)
             await dealer.send([wire.encode_header(1), wire.encode(wire.TimeRequest(sent_ns=1))])
             with anyio.fail_after(20):
                 reply = wire.decode_downward(wire.parse_frames(await dealer.recv())[1])
@@ -80,18 +77,18 @@ async def test_what_one_turn_leaves_is_taken_by_the_next_and_nothing_has_to_wake
     most: int,
     in_one_turn: int,
 ) -> None:
-    monkeypatch.setattr(turns, limit, most)
+    monkeypatch.setattr(bus_loop, limit, most)
     async with opened(tmp_path, context, durability) as bus, agent_dealer(context, bus.address) as dealer:
         await say_hello(dealer, PRIMARY)
         taken: list[int] = []
-        take_events = bus._turns.inbox.take_events
+        take_events = bus.inbox.take_events
 
         def counted() -> list[CoordinatorEvent]:
             events = take_events()
             taken.append(len(events))
             return events
 
-        monkeypatch.setattr(bus._turns.inbox, "take_events", counted)
+        monkeypatch.setattr(bus.inbox, "take_events", counted)
         for queued in range(100):
             assert dealer.send_nowait([wire.encode_header(1), wire.encode(AgentStatus(ready=True, queued=queued))])
         await until(lambda: getattr(bus.state.members["0.0"].status, "queued", 0) == 99)
@@ -116,42 +113,6 @@ async def test_orders_that_one_turn_leaves_are_taken_by_the_next_in_order(
 def test_a_large_fleet_has_fewer_orders_in_a_turn(tmp_path: Path) -> None:
     waiting = callers.Callers(limit=1000, reply=lambda *_: None)
     for number in range(100):
-        waiting.add(Issued(at_us=0, at_ns=0, ticket=number + 1, command=FLUSH, target=Target(), timeout_ms=1))
+        waiting.add(0, Issued(at_us=0, at_ns=0, ticket=number + 1, command=FLUSH, target=Target(), timeout_ms=1))
     taken = [len(waiting.take_orders(1, 1, agents)) for agents in (4096, 10_000, 1024, 64, 0)]
     assert taken == [1, 1, 4, 64, 30] and not waiting.has_orders
-
-
-async def test_the_bus_rests_only_when_all_is_read(
-    tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Messages without a decision, far more than one turn takes: a flood would fill the memory while the bus rested."""
-    monkeypatch.setattr(turns, "TURN_MAX", 4)
-    monkeypatch.setattr(turns, "QUIET_TURNS", 0)
-    monkeypatch.setattr(turns, "GATHER_S", 3600.0)
-    # Within a process a message is there as soon as it is sent: all of them, before the bus reads the first.
-    async with (
-        opened(tmp_path, context, address="inproc://rests") as bus,
-        agent_dealer(context, bus.address, watched=False) as dealer,
-    ):
-        for _ in range(100):
-            assert dealer.send_nowait([b"garbage"])
-        await until(lambda: bus.malformed == 100)
-
-
-async def test_a_command_ends_the_rest_of_the_bus(
-    tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened(tmp_path, context) as bus:
-        async with running(bus.address, context, Engine(), tmp_path, PRIMARY):
-            await until(lambda: any(member.status is not None for member in bus.state.members.values()))
-            with monkeypatch.context() as patch:
-                patch.setattr(turns, "QUIET_TURNS", 0)
-                patch.setattr(turns, "GATHER_S", 3600.0)
-                async with agent_dealer(context, bus.address) as dealer:
-                    await dealer.send([b"garbage"])  # nothing to decide, so the bus rests
-                    await until(lambda: bus.malformed == 1)
-                    with anyio.fail_after(20):
-                        report = await bus.publish(FLUSH, Target(), 10_000)
-                assert report.acted == ("0.0",)
-            bus._turns.router.resume()
-        await until(lambda: bus.state.members["0.0"].state == "left")

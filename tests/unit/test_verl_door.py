@@ -21,7 +21,7 @@ from controlplane.trainers.verl import run as bus_of_a_run
 from controlplane.trainers.verl import trainer as door
 from controlplane.trainers.verl.run import Updated, VerlRun
 from controlplane.trainers.verl.settings import read_settings
-from schemas.errors import CommandError, ConfigError
+from schemas.errors import CommandError, ConfigError, ExtraMissing, SyncInProgress
 from schemas.profiler.config import ProfilerConfig
 from schemas.reports import SyncReport
 from tests.running import python
@@ -69,7 +69,7 @@ NAMES = ["rolloutctl_sync", "rolloutctl_colocate_async", "rolloutctl_separate_as
 def verl(monkeypatch: pytest.MonkeyPatch) -> Any:
     """verl's package of trainers; `verl` itself has the version that was seen."""
     package = ModuleType("verl")
-    package.__version__ = door.SEEN[-1]  # type: ignore[attr-defined]
+    package.__version__ = door.TESTED_VERSIONS[-1]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "verl", package)
     trainers: dict[str, Any] = {}
     exec(V1, trainers)
@@ -222,6 +222,9 @@ class Plane:
     def _run(self, ticket: Ticket[SyncReport], end: Any, send: Any) -> None:
         self.happened.append("paused")
         try:
+            if end == "another's":
+                ticket.fail(SyncInProgress("a sync to version 7 is in its load phase"))
+                return
             if send is not None and end != "refused":
                 send((0, 1))
         except RuntimeError as error:
@@ -291,6 +294,16 @@ def test_without_a_commit_the_weights_that_the_servers_hold_get_another(first: A
     assert updates(4).answer == {"bytes": 3}
     assert updates.plane.happened.count("pushed") == 1
     assert len(updates.plane.asked) == 2 and not updates.closed
+
+
+def test_an_update_waits_for_the_sync_of_an_operator(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("controlplane.trainers.verl.run.WAIT_S", 0.001)
+    updates = Updates("another's", "another's", "committed")
+    assert updates(4).answer == {"bytes": 3}
+    assert updates.plane.happened == ["paused", "paused", "paused", "pushed", "resumed"] and not updates.closed
+    assert "the weights of step 4 wait for the end of another sync" in caplog.text
 
 
 def test_without_any_commit_the_run_is_left_to_verl(caplog: pytest.LogCaptureFixture) -> None:
@@ -470,7 +483,7 @@ def test_metrics_that_can_not_be_served_end_the_run_at_its_start(
         VerlRun.start(wrong, replicas, ProfilerConfig())
     monkeypatch.setitem(sys.modules, "controlplane.metrics", None)
     settings = read_settings({"metrics_port": 0}, tmp_path, tmp_path / "traces")
-    with pytest.raises(ConfigError, match=r"rolloutctl\.metrics_port needs prometheus-client .*rolloutctl\[metrics\]"):
+    with pytest.raises(ExtraMissing, match=r"rolloutctl\.metrics_port needs prometheus-client .* extra `metrics`"):
         VerlRun.start(settings, replicas, ProfilerConfig())
 
 

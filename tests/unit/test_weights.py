@@ -3,17 +3,21 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from controlplane.machine.events import Absent, Publish, SyncRequested
+from controlplane.machine.coordinator_state import Sync
+from controlplane.machine.events import OnUnreachable, Publish, SyncRequested
+from controlplane.machine.quorum import primary_conclusions, shortfall, with_conclusions
+from controlplane.machine.replicas import proven_replicas
 from controlplane.machine.status import fleet_status
-from controlplane.machine.weights import Sync, next_phase, primary_conclusions
+from schemas.agent_status import AgentStatus
 from schemas.commands import Checkpoint, EngineCommand, Target, WeightSync
 from schemas.desired import Committed, Desired
 from schemas.errors import CommandFailed
 from schemas.identity import RolloutMode
 from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing, Outcome, Reason, Skipped
-from schemas.reports import AgentOutcome, AgentStatus, Report
-from tests.unit.fleets import DONE, NO, NOT_PRIMARY, SECOND_US, Coordinator, lines
+from schemas.reports import AgentOutcome, Report
+from tests.unit.fleets import DONE, NO, NOT_PRIMARY, Coordinator, lines
 
 ALREADY, STALE = Skipped(Reason.ALREADY), Skipped(Reason.STALE_VERSION)
 NEVER, OTHERS = Skipped(Reason.MODE_NEVER_SYNCS), Skipped(Reason.NOT_TARGETED)
@@ -123,6 +127,14 @@ def test_a_replica_that_cannot_load_is_quarantined_by_the_commit() -> None:
     assert phase(bus) == WeightSync(phase="commit", version=1, source=V1, quarantine=frozenset({2}))
 
 
+def test_a_quarantine_keeps_no_replica_that_joins_later_out_of_the_sync() -> None:
+    bus = Coordinator("0.0", "1.0", "2.0")
+    bus.sync(1)
+    bus.answer(a0_0=NO, a1_0=DONE, a2_0=DONE)
+    assert phase(bus).quarantine == {0}
+    assert bus.arrive("3.0").sync == bus.state.desired[1].sync
+
+
 def test_a_replica_that_fails_the_commit_is_named_in_the_report() -> None:
     bus = fleet()
     bus.sync(1)
@@ -155,70 +167,13 @@ def test_a_trainer_that_goes_on_without_the_rest_raises_only_if_nothing_was_comm
         bus.synced[0].raise_for_failures()
     bus.sync(2)
     run_phases(bus, ONLY_0, ALL)
-    with pytest.raises(CommandFailed, match="weight sync was not committed: weights v2 aborted\n.*It burns"):
+    short = "weights v2 aborted; quarantined: replica 2: 1 of 3 replicas prepared, and 2 must: not replicas 1, 2"
+    with pytest.raises(CommandFailed, match=f"weight sync was not committed: {short}\n.*It burns"):
         bus.synced[0].raise_unless_committed()
     bus.sync(1)
     run_phases(bus, dict.fromkeys("012", STALE))
     with pytest.raises(CommandFailed, match="weights v1 stale"):
         bus.synced[0].raise_unless_committed()
-
-
-# --- unproven ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_replica_that_was_away_is_unproven_in_every_report_until_it_is_back() -> None:
-    bus = Coordinator("0.0", "1.0", "2.0", "2.1")
-    bus.lose("2.0")
-    for version in (1, 2):
-        bus.sync(version)
-        for _ in range(3):
-            bus.answer(a0_0=DONE, a1_0=DONE, a2_1=NOT_PRIMARY)
-        (report,) = bus.synced
-        assert (report.loaded, report.quarantined, report.unproven) == ((0, 1), (), (2,))
-        with pytest.raises(CommandFailed, match=f"weights v{version} committed on replicas 0, 1; unproven: replica 2"):
-            report.raise_for_failures()
-    assert bus.arrive("2.0").version == 2
-    bus.sync(3)
-    for _ in range(3):
-        bus.answer(a0_0=DONE, a1_0=DONE, a2_0=DONE, a2_1=NOT_PRIMARY)
-    assert bus.synced[0].unproven == ()
-    bus.synced[0].raise_for_failures()
-
-
-def test_a_replica_of_an_earlier_life_of_the_bus_is_unproven_until_it_is_retired() -> None:
-    bus = fleet()
-    bus.open()
-    bus.arrive("0.0")
-    unproven = []
-    for version in (1, 2):
-        bus.sync(version)
-        for _ in range(3):
-            bus.answer(a0_0=DONE)
-        unproven.append(bus.synced[0].unproven)
-        bus.retire("1", "2.0")
-    assert unproven == [(1, 2), ()]
-
-
-def test_only_replicas_that_the_sync_is_for_can_be_unproven() -> None:
-    bus = fleet()
-    bus.arrive("3.0", mode=RolloutMode.COLOCATED)
-    bus.arrive("actor.0")
-    for agent in ("1.0", "2.0", "3.0", "actor.0"):
-        bus.lose(agent)
-    bus.sync(1, target=Target(replicas=frozenset({0, 1, 3})))
-    for _ in range(3):
-        bus.answer(a0_0=DONE)
-    assert bus.synced[0].unproven == (1,)
-
-
-def test_a_replica_that_does_not_answer_the_commit_is_unproven() -> None:
-    bus = fleet()
-    bus.sync(1)
-    run_phases(bus, ALL, ALL)
-    bus.answer(a0_0=DONE, a1_0=DONE)
-    bus.time(60 * SECOND_US)
-    (report,) = bus.synced
-    assert (report.loaded, report.quarantined, report.unproven) == ((0, 1), (), (2,))
 
 
 # --- engines that are known to be down --------------------------------------------------------------------------------
@@ -255,14 +210,14 @@ def test_a_phase_goes_on_as_soon_as_an_engine_is_known_to_be_down() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quorum", "status", "absent"),
-    [(3, LAUNCHING, "leave"), (None, UP, "leave"), (2, LAUNCHING, "wait")],
+    ("quorum", "status", "on_unreachable"),
+    [(3, LAUNCHING, "skip"), (None, UP, "skip"), (2, LAUNCHING, "wait")],
     ids=["no quorum without it", "it is up", "as asked for"],
 )
-def test_otherwise_a_phase_waits(quorum: int | None, status: AgentStatus, absent: Absent) -> None:
+def test_otherwise_a_phase_waits(quorum: int | None, status: AgentStatus, on_unreachable: OnUnreachable) -> None:
     bus = fleet()
     bus.status("2.0", status)
-    bus.sync(1, quorum=quorum, absent=absent)
+    bus.sync(1, quorum=quorum, on_unreachable=on_unreachable)
     bus.answer(a0_0=DONE, a1_0=DONE)
     assert bus.published == []
     bus.answer(a2_0=DONE)
@@ -299,13 +254,6 @@ def test_the_version_of_the_fleet_is_the_newest_that_any_replica_was_committed_t
     assert bus.state.default_desired.version == 0 and fleet_status(bus.state, 0, "log", {}).version == 1
 
 
-def test_a_replica_that_dropped_out_stays_out_of_this_sync() -> None:
-    bus = fleet()
-    bus.sync(1)
-    run_phases(bus, BUT_2, ALL)
-    assert phase(bus).quarantine == {2}
-
-
 # --- quorum -----------------------------------------------------------------------------------------------------------
 
 
@@ -338,6 +286,20 @@ def test_the_quorum_is_counted_again_after_the_load(
     assert phase(bus).phase == ("commit" if continues else "abort")
 
 
+def test_by_default_replicas_that_are_away_are_not_counted_for_the_quorum_and_are_named() -> None:
+    bus = Coordinator("0.0", "1.0", "2.0", "3.0")
+    for agent in ("1.0", "2.0", "3.0"):
+        bus.lose(agent)
+    bus.sync(1)
+    for _ in range(3):
+        bus.answer(a0_0=DONE)
+    (report,) = bus.synced
+    assert (report.status, report.loaded, report.unproven) == ("committed", (0,), (1, 2, 3))
+    bus.sync(2, quorum=2)
+    bus.answer(a0_0=DONE)
+    assert phase(bus).phase == "abort"
+
+
 def test_half_is_not_enough() -> None:
     bus = Coordinator("0.0", "1.0")
     bus.sync(1)
@@ -350,7 +312,7 @@ def test_an_empty_fleet_never_meets_the_quorum() -> None:
     bus.sync(1)
     assert [report.status for report in bus.synced] == ["aborted"]
     assert [getattr(command, "phase", None) for command in bus.published] == ["prepare", "abort"]
-    assert bus.state.default_desired == Desired()
+    assert replace(bus.state.default_desired, uncommitted=None) == Desired()
 
 
 def test_an_aborted_sync_quarantines_nobody_and_names_who_failed() -> None:
@@ -359,10 +321,11 @@ def test_an_aborted_sync_quarantines_nobody_and_names_who_failed() -> None:
     run_phases(bus, ALL, ONLY_0, ALL)
     (report,) = bus.synced
     assert (report.status, report.loaded, report.quarantined) == ("aborted", (), ())
-    assert set(bus.state.desired.values()) == {Desired()}
+    assert all(replace(desired, uncommitted=None) == Desired() for desired in bus.state.desired.values())
     with pytest.raises(CommandFailed) as caught:
         report.raise_for_failures()
-    assert str(caught.value).startswith("weight sync did not succeed everywhere: weights v1 aborted\n")
+    short = "weights v1 aborted: 1 of 3 replicas loaded, and 2 must: not replicas 1, 2"
+    assert str(caught.value).startswith(f"weight sync did not succeed everywhere: {short}\n")
     assert "1.0, 2.0: failed engine_error: It burns." in str(caught.value)
 
 
@@ -374,11 +337,31 @@ def test_a_version_that_all_replicas_have_or_passed_ends_as_stale() -> None:
     assert bus.state.sync is None
 
 
-def test_a_version_that_is_stale_for_one_is_not_stale_for_the_fleet() -> None:
+def test_a_sync_to_a_version_that_one_replica_serves_already_brings_the_others_to_it() -> None:
     bus = fleet()
+    bus.status("2.0", AgentStatus(ready=True, tokenizer="present", generating=True))
+    bus.sync(1, target=Target(replicas=frozenset({2})))
+    for _ in range(3):
+        bus.answer(a0_0=OTHERS, a1_0=OTHERS, a2_0=DONE)
+    assert bus.synced[0].loaded == (2,)
     bus.sync(1)
+    run_phases(bus, {**ALL, "2": STALE}, {**ALL, "2": STALE})
+    assert phase(bus) == WeightSync(phase="commit", version=1, source=V1)
     run_phases(bus, {**ALL, "2": STALE})
-    assert phase(bus).phase == "load" and phase(bus).quarantine == {2}
+    (report,) = bus.synced
+    assert (report.status, report.loaded, report.quarantined, report.unproven) == ("committed", (0, 1, 2), (), ())
+    assert proven_replicas(bus.state).serving[2] == 1
+
+
+def test_a_replica_that_serves_a_newer_version_is_left_alone_and_named() -> None:
+    bus = fleet()
+    bus.sync(7, target=Target(replicas=frozenset({2})))
+    for _ in range(3):
+        bus.answer(a0_0=OTHERS, a1_0=OTHERS, a2_0=DONE)
+    bus.sync(6)
+    run_phases(bus, *[{**ALL, "2": STALE}] * 3)
+    (report,) = bus.synced
+    assert (report.status, report.loaded, report.quarantined, report.unproven) == ("committed", (0, 1), (), (2,))
 
 
 # --- beside a sync ----------------------------------------------------------------------------------------------------
@@ -423,6 +406,30 @@ def test_a_replica_that_restarts_during_a_sync_is_not_quarantined() -> None:
     assert bus.arrive("2.0", "b").quarantined == 0
     bus.answer(a0_0=DONE, a1_0=DONE)
     assert phase(bus) == WeightSync(phase="commit", version=1, source=V1)
+
+
+def test_a_restart_ends_a_quarantine_though_the_agent_says_hello_twice_before_it_joins() -> None:
+    bus = fleet()
+    bus.sync(1)
+    run_phases(bus, BUT_2, BUT_2, BUT_2)
+    bus.lose("2.0")
+    bus.sync(2)
+    bus.hello("2.0", "b")
+    bus.hello("2.0", "b")
+    bus.join("2.0", "b")
+    assert bus.snapshot.quarantined == 0
+    assert bus.state.sync is not None and bus.state.sync.restarted == {2}
+
+
+def test_a_judge_that_restarts_in_quarantine_is_sent_no_sync() -> None:
+    """A replica that synced when it was quarantined, and is a judge in its next life."""
+    bus = fleet()
+    bus.sync(1)
+    run_phases(bus, BUT_2, BUT_2, BUT_2)
+    bus.sync(2)
+    bus.lose("2.0")
+    assert bus.state.default_desired.sync is not None
+    assert bus.arrive("2.0", "b", mode=RolloutMode.COLOCATED).sync is None
 
 
 def test_a_restart_ends_a_quarantine_and_a_reconnect_does_not() -> None:
@@ -509,6 +516,14 @@ def test_the_conclusion_of_a_replica_is_that_of_its_primary() -> None:
     assert primary_conclusions(outcomes, frozenset({0, 12})) == {0: DONE, 12: NO}
 
 
+def after(sync: Sync = SYNC, **outcomes: Conclusion) -> tuple[Sync, str]:
+    """The sync after a load phase, and why that did not meet the quorum."""
+    ended = report(**outcomes)
+    conclusions = primary_conclusions(ended.outcomes, KNOWN)
+    sync = with_conclusions(sync, ended, conclusions)
+    return sync, shortfall(sync, conclusions)
+
+
 @pytest.mark.parametrize(
     ("conclusion", "succeeded"),
     [
@@ -520,18 +535,23 @@ def test_the_conclusion_of_a_replica_is_that_of_its_primary() -> None:
     ],
 )
 def test_only_acted_and_already_count_as_success(conclusion: Conclusion, succeeded: bool) -> None:
-    sync, _ = next_phase(SYNC, report(a0_0=DONE, a1_0=DONE, a2_0=conclusion), KNOWN)
+    sync, _ = after(a0_0=DONE, a1_0=DONE, a2_0=conclusion)
     assert sync.lost == (frozenset() if succeeded else {2})
+
+
+def test_a_replica_that_restarted_stays_in_the_sync_though_it_failed_before() -> None:
+    sync, _ = after(replace(SYNC, restarted=frozenset({2}), lost=frozenset({2})), a0_0=DONE, a1_0=DONE, a2_0=NO)
+    assert sync.lost == frozenset()
 
 
 @pytest.mark.parametrize("reason", ["absent", "gone", "restarted", "engine_down"])
 def test_a_replica_that_is_away_is_left_out_and_not_quarantined(reason: Any) -> None:
-    sync, following = next_phase(SYNC, report(a0_0=DONE, a1_0=DONE, a2_0=Missing(reason)), KNOWN)
-    assert sync.lost == frozenset() and isinstance(following, WeightSync) and following.phase == "commit"
+    sync, short = after(a0_0=DONE, a1_0=DONE, a2_0=Missing(reason))
+    assert sync.lost == frozenset() and short == ""
 
 
 def test_a_replica_that_joins_later_is_a_member_from_then_on() -> None:
-    sync, _ = next_phase(SYNC, report(a0_0=DONE, a1_0=DONE, a2_0=DONE, a3_0=NO), KNOWN)
+    sync, _ = after(a0_0=DONE, a1_0=DONE, a2_0=DONE, a3_0=NO)
     assert sync.members == {0, 1, 2, 3} and sync.lost == {3}
 
 

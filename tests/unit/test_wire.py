@@ -2,17 +2,18 @@
 
 from pathlib import Path
 
-import jsonschema
 import msgspec
 import pytest
+from jsonschema import Draft202012Validator, ValidationError
 from msgspec import Raw, Struct
 
 from schemas import wire
+from schemas.agent_status import AgentStatus
 from schemas.commands import EngineCommand, UnknownCommand
 from schemas.errors import CommandFailed, WireError
-from schemas.json_schema import document, schema
 from schemas.outcomes import Acted, ErrorKind, Failed, Missing, Reason, Skipped
-from schemas.reports import AgentOutcome, AgentStatus, Report
+from schemas.reports import AgentOutcome, Report
+from tests.golden.json_schema import document, schema
 from tests.golden.samples import ENVELOPE, PROFILE, named
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -144,19 +145,31 @@ def test_a_missing_agent_is_a_failure_and_a_skip_is_not() -> None:
 
 
 def test_the_schema_in_the_docs_is_up_to_date() -> None:
-    assert (DOCS / "schema.json").read_text() == document()  # else: python -m schemas.json_schema > docs/schema.json
+    assert (
+        DOCS / "schema.json"
+    ).read_text() == document()  # else: python -m tests.golden.json_schema > docs/schema.json
 
 
 MESSAGES = [name for name, sample in named().items() if type(sample).__name__ in SCHEMA["$defs"]]
 
 
+@pytest.fixture(scope="module")
+def validator() -> Draft202012Validator:
+    Draft202012Validator.check_schema(SCHEMA)
+    return Draft202012Validator(SCHEMA)
+
+
+def under(validator: Draft202012Validator, name: str) -> Draft202012Validator:
+    return validator.evolve(schema={"$ref": f"#/$defs/{name}", "$defs": SCHEMA["$defs"]})
+
+
 @pytest.mark.parametrize("name", MESSAGES)
-def test_every_message_is_valid_under_the_schema(name: str) -> None:
+def test_every_message_is_valid_under_the_schema(name: str, validator: Draft202012Validator) -> None:
     sample = named()[name]
     value = msgspec.json.decode(msgspec.json.encode(msgspec.msgpack.decode(wire.encode(sample))))
-    jsonschema.validate(value, {"$ref": f"#/$defs/{type(sample).__name__}", "$defs": SCHEMA["$defs"]})
+    under(validator, type(sample).__name__).validate(value)
 
 
-def test_the_schema_refuses_an_incomplete_message() -> None:
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({"type": "profile"}, {"$ref": "#/$defs/ProfileCommand", "$defs": SCHEMA["$defs"]})
+def test_the_schema_refuses_an_incomplete_message(validator: Draft202012Validator) -> None:
+    with pytest.raises(ValidationError):
+        under(validator, "ProfileCommand").validate({"type": "profile"})

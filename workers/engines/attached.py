@@ -1,19 +1,28 @@
-"""What the adapters of SGLang and vLLM share: how they attach to an engine that they command."""
+"""What the backends of SGLang and vLLM share: how they attach to an engine that they command."""
 
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import ClassVar, Generic
+from typing import ClassVar, Final, Generic
 
-from anyio import to_thread
+from anyio import CancelScope, to_thread
 
-from schemas.errors import EngineError
-from schemas.events import CheckSource, Observation
-from schemas.identity import Identity
+from schemas.commands import AdapterVersion, Checkpoint
+from schemas.errors import CheckpointError, ConfigError, EngineError, RefusedError, UnsupportedError
+from schemas.events import CheckAdapter, CheckSource, Load, LoadAdapter, Observation, Restore, UnloadAdapter
+from schemas.identity import Identity, Operation
+from schemas.safetensors.format import read_layout
+from workers.engines.adapter_files import adapter_path, checked_adapter
 from workers.engines.checkpoint import SourceChecker
-from workers.engines.client import EngineClient
-from workers.engines.observed import EngineKind, LaunchT, ObservedEngine
+from workers.engines.client import LAUNCH_LABEL, CallRefused, EngineClient, begun
+from workers.engines.observed import EngineKind, Launch, LaunchT, LoRALimits, ObservedEngine, listed_adapters
+
+_OF_THE_ADAPTER: Final = (400, 404, 422)
+"""Statuses with which a server turns an adapter away, and serves on."""
 
 
-class AttachedEngine(Generic[LaunchT]):
+class AttachedEngine(ABC, Generic[LaunchT]):
     """One engine, seen from one node of its replica.
 
     Args:
@@ -24,31 +33,155 @@ class AttachedEngine(Generic[LaunchT]):
     """
 
     kind: ClassVar[EngineKind]  # type: ignore[type-arg]
+    _loaded_option: ClassVar[str]  # of its launch: how many adapters it holds
 
     def __init__(self, identity: Identity, client: EngineClient | None, *, checkpoints: Path, traces: Path) -> None:
         self._identity, self._client = identity, client
-        self._observed: ObservedEngine[LaunchT] = ObservedEngine(self.kind, identity, client, unready=None)
-        self._traces = traces.resolve()
+        self._observed: ObservedEngine[LaunchT] = ObservedEngine(
+            self.kind, identity, client, unready=None, checkpoints=checkpoints
+        )
+        self._traces, self._checkpoints = traces.resolve(), checkpoints
         self._sources = SourceChecker(checkpoints)
-        self._group: str | None = None  # the broadcast group that the engine has joined
+        self._joined: tuple[str | None, str] | None = None  # a launch of the engine, and the broadcast group it is in
 
     async def open(self) -> None:
         await self._observed.open()
 
     async def observe(self) -> Observation:
-        observation = await self._observed.observe()
-        if observation.tokenizer == "unknown":
-            self._group = None  # the next answer may come from another engine
-        return observation
+        return await self._observed.observe()
 
     async def close(self) -> None:
         await self._observed.close()
 
     async def _attached(self) -> tuple[EngineClient, LaunchT]:
-        launch = await self._observed.current_launch(self._client) if self._client is not None else None
+        try:
+            launch = await self._observed.current_launch(self._client) if self._client is not None else None
+        except (EngineError, ConfigError) as error:
+            raise RefusedError(f"{self.kind.name} was not called: {error}") from error
         if self._client is None or launch is None:
-            raise EngineError(f"{self.kind.name} was not called: this node has no front end.")
+            raise RefusedError(f"{self.kind.name} was not called: this node has no front end.")
         return self._client, launch
+
+    def _directory(self, launch: LaunchT, call: Load | Restore) -> Path:
+        """Return where the weights of a call are, after checking them. Raises CheckpointError."""
+        if isinstance(call, Load):
+            assert isinstance(call.source, Checkpoint)
+            return self._sources.checked_directory(call.source, call.manifest, launch.model)
+        read_layout(Path(call.directory))
+        return Path(call.directory)
 
     async def _check_source(self, launch: LaunchT, call: CheckSource) -> None:
         await to_thread.run_sync(self._sources.check, call.source, call.manifest, launch.model, self._identity)
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    async def _adapter(
+        self, client: EngineClient, launch: LaunchT, call: CheckAdapter | LoadAdapter | UnloadAdapter
+    ) -> None:
+        """Check, load or unload a version of an adapter."""
+        if (reason := launch.missing.get(Operation.ADAPTERS)) is not None:
+            raise UnsupportedError(f"{self.kind.name} {launch.version} takes no adapters: {reason}.")
+        try:
+            listed = await self._listed(client)
+        except EngineError as error:
+            raise RefusedError(f"{self.kind.name} was not called: it does not list its adapters. {error}") from error
+        if isinstance(call, UnloadAdapter):
+            if call.model in listed:
+                await self._unload_adapter(client, launch, call)
+            return
+        adapter = call.adapter
+        if listed.get(adapter.model) in (adapter.path, ""):
+            return  # an answer was lost, or it is checked again
+        if isinstance(call, LoadAdapter) and adapter.model in listed:
+            raise RefusedError(
+                f"{self.kind.name} has {adapter.model} from {listed[adapter.model]}, and {adapter.path} was not loaded "
+                "over it: requests would change their weights in the middle. Unload it first."
+            )
+        limits = launch.lora or LoRALimits()
+        if limits.loaded is not None and len(listed.keys() - {adapter.model}) >= limits.loaded:
+            raise RefusedError(
+                f"{self.kind.name} holds {limits.loaded} adapters at most: {', '.join(sorted(listed))[:500]}; "
+                f"{adapter.model} was not loaded. Drop versions, or launch with a larger {self._loaded_option}."
+            )
+        await to_thread.run_sync(self._check_adapter, launch, adapter, limits)
+        if isinstance(call, LoadAdapter):
+            await self._load_adapter(client, adapter)
+
+    def _check_adapter(self, launch: LaunchT, adapter: AdapterVersion, limits: LoRALimits) -> None:
+        checked_adapter(self._checkpoints, adapter, self._sources.model_layout(launch.model), limits)
+
+    async def _load_adapter(self, client: EngineClient, adapter: AdapterVersion) -> None:
+        place = adapter_path(self._checkpoints, adapter.path)
+        try:
+            await client.call("load_lora_adapter", lora_name=adapter.model, lora_path=str(place))
+        except CallRefused as error:
+            with begun():
+                listed = await self._listed(client)
+            if listed.get(adapter.model) in (adapter.path, ""):
+                return  # by an earlier call whose answer was lost
+            if error.status in _OF_THE_ADAPTER:
+                raise CheckpointError(f"adapter refused: {error}. It was not loaded.") from error
+            raise
+
+    async def _unload_adapter(self, client: EngineClient, launch: LaunchT, call: UnloadAdapter) -> None:
+        """Unload what the engine lists. It also counts if another call has done it meanwhile."""
+        if "count_lora_requests" in launch.methods:  # in process
+            counts = await client.read("count_lora_requests")
+            in_use: bool | None = isinstance(counts, dict) and counts.get(call.model, 0) > 0
+        else:
+            in_use = await self._in_use(client, launch, call.model)
+        if in_use or (in_use is None and not call.waited):
+            found = "requests run on it" if in_use else "it can't be told which requests run on it"
+            raise RefusedError(f"{self.kind.name} still has {call.model}: {found}. It was not unloaded.")
+        try:
+            await client.call("unload_lora_adapter", lora_name=call.model)
+        except CallRefused:
+            with begun():
+                listed = await self._listed(client)
+            if call.model in listed:
+                raise
+
+    async def _listed(self, client: EngineClient) -> dict[str, str]:
+        models = await client.read("list_models")
+        if not isinstance(models, list):
+            raise EngineError(f"{client.where} answered a request for its models with something else.")
+        return listed_adapters(models, self._checkpoints)
+
+    @abstractmethod
+    async def _in_use(self, client: EngineClient, launch: LaunchT, model: str) -> bool | None:
+        """Return whether requests of a server run on an adapter; None if that can't be told.
+
+        Raises:
+            RefusedError: It must not be unloaded now, whether they do or not.
+        """
+
+
+def label_after(call: Load | Restore) -> str:
+    """Return how the engine is to label the weights that a call has loaded."""
+    return LAUNCH_LABEL if isinstance(call, Restore) else call.label or str(call.version)
+
+
+@asynccontextmanager
+async def weight_update(client: EngineClient, launch: Launch, begin: str, end: str) -> AsyncIterator[None]:
+    """Begin and end a weight update, where the engine has these methods. One that is left open blocks every later one.
+
+    Raises:
+        EngineError: Never a refusal once the update has begun.
+    """
+    opens = begin in launch.methods
+    if opens:
+        try:
+            await client.call(begin)
+        except CallRefused:  # an earlier one was cut off
+            await client.call(end)
+            await client.call(begin)
+    with begun():
+        try:
+            yield
+        except BaseException:
+            if opens:
+                with CancelScope(shield=True), suppress(EngineError):  # the first error is the one to report
+                    await client.call(end)
+            raise
+        if opens:
+            await client.call(end)

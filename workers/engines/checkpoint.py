@@ -23,7 +23,7 @@ from schemas.safetensors.reading import FileState, file_states
 CLOCK_NS: Final = 20_000_000
 """More than the resolution of a file system's clock (10 ms at most): two writes within that time can look like one."""
 BUCKET_BYTES: Final = 512 << 20
-"""Most bytes of tensors handed over at once. An engine holds a bucket beside its weights for a moment."""
+"""Most bytes of tensors received at once. An engine holds a bucket beside its weights for a moment."""
 
 TORCH_DTYPES: Final = {
     "F64": "float64",
@@ -62,20 +62,24 @@ class SourceChecker:
 
     Args:
         root: Root of the checkpoint paths in commands.
+        layout: Tensors of the engine's model, if they are known without the files of its launch.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, layout: Layout | None = None) -> None:
         self._root = root
-        self._launched: tuple[str, dict[str, TensorSpec] | None] = ("", None)
+        self._launched: tuple[str, Layout | None] = ("", layout)
         self._checked: _Checked | None = None
 
     def check(self, source: EngineSource, manifest: Manifest | None, model: str | None, identity: Identity) -> None:
         """Check that the engine may load the source.
 
         Args:
+            source: Where the weights are.
+            manifest: What the source must hold, if that is known.
             model: Path that the engine was launched from; the files there show which tensors it takes. If this node
                 can't read it (a name on a hub), only a manifest reveals a wrong model: a checkpoint then needs one, and
                 nothing can be broadcast.
+            identity: The place of this agent.
 
         Raises:
             CheckpointError: It may not.
@@ -92,7 +96,7 @@ class SourceChecker:
         are not read again, so generation does not stand still for that.
         """
         directory = resolve_below(self._root, source.path)
-        layout = self._model_layout(model)
+        layout = self.model_layout(model)
         began_ns, states = time.time_ns(), file_states(directory)
         found = _Checked(directory, manifest, states, layout)
         if self._checked is not None and self._checked.still_holds(found):
@@ -122,7 +126,7 @@ class SourceChecker:
                 f"broadcast refused: replica {identity.replica} is not in group {source.group!r}, which has replicas "
                 f"{list(source.replicas)}. Nothing was loaded: make the group with it, or name other replicas."
             )
-        layout = self._model_layout(model)
+        layout = self.model_layout(model)
         if layout is None or manifest is None:
             raise CheckpointError(
                 f"broadcast refused: the tensors of {model or 'the model'} can't be read here, or the command carries "
@@ -132,11 +136,14 @@ class SourceChecker:
         check_layout(Path(str(model)), layout, manifest)
         return layout
 
-    def _model_layout(self, model: str | None) -> dict[str, TensorSpec] | None:
-        """The tensors of the engine's model.
+    def model_layout(self, model: str | None) -> Layout | None:
+        """Return the tensors of the engine's model; None if they can't be read here.
 
         Some engines report the path that they loaded last, which may be deleted by now. Then what was read earlier
         still holds, because no load changes the model.
+
+        Args:
+            model: Path that the engine was launched from.
         """
         if model is not None and self._launched[0] != model and Path(model).is_dir():
             with suppress(CheckpointError):

@@ -1,16 +1,19 @@
-"""How an adapter reaches its engine: it calls methods by the engine's own names, over HTTP or in process.
+"""How a backend reaches its engine: it calls methods by the engine's own names, over HTTP or in process.
 
-One adapter serves both ways and every version, because it looks at what is there: `methods` returns each method that
+One backend serves both ways and every version, because it looks at what is there: `methods` returns each method that
 this engine has, with the parameters that it takes. Versions are shown to people; they are not compared.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from typing import Final, Protocol
 
-from schemas.errors import EngineError
+from schemas.errors import EngineError, RefusedError
 from schemas.identity import NUMBER_MAX
 
+LAUNCH_LABEL: Final = "default"
+"""How SGLang and vLLM label the weights of their launch."""
 RETRY_S: Final = 0.25
 """Seconds before asking again for something that the engine refuses only for the moment."""
 
@@ -18,12 +21,8 @@ Methods = Mapping[str, frozenset[str]]
 """The engine's methods by name, with the names of their parameters as far as they are declared."""
 
 
-class Unanswered(EngineError):
-    """The engine is not there, or did not answer in time. Whether a call was carried out is not known."""
-
-
 class CallRefused(EngineError):
-    """The engine refused a call.
+    """The engine answered a call with an error. It may have been touched.
 
     Attributes:
         status: HTTP status; None in process.
@@ -33,6 +32,23 @@ class CallRefused(EngineError):
     def __init__(self, message: str, status: int | None, body: str) -> None:
         super().__init__(message)
         self.status, self.body = status, body
+
+
+class CallNotBegun(CallRefused, RefusedError):
+    """The engine answered that it did not begin the call: it does not know the key, the route or the arguments, say."""
+
+
+@contextmanager
+def begun() -> Iterator[None]:
+    """Hold the further requests of a call that has touched the engine: what is refused here is no refusal of the call.
+
+    Raises:
+        EngineError: A request was refused.
+    """
+    try:
+        yield
+    except RefusedError as error:
+        raise EngineError(str(error)) from error
 
 
 class EngineReader(Protocol):
@@ -49,7 +65,7 @@ class EngineReader(Protocol):
         ...
 
     async def methods(self) -> Methods | None:
-        """Return the engine's methods; None while it is not up. Raises Unanswered if it is up but silent."""
+        """Return the engine's methods; None while it is not up. Raises EngineError if it is up but silent."""
         ...
 
     async def info(self) -> Mapping[str, object] | None:
@@ -61,7 +77,7 @@ class EngineReader(Protocol):
         ...
 
     async def read(self, method: str, /) -> object:
-        """Call a method that only reads; gives up after some seconds. Raises CallRefused and Unanswered."""
+        """Call a method that only reads; gives up after some seconds. Raises EngineError."""
         ...
 
     async def close(self) -> None:
@@ -72,8 +88,21 @@ class EngineReader(Protocol):
 class EngineClient(EngineReader, Protocol):
     """A connection over which an engine is commanded as well."""
 
+    async def parameters(self, method: str, /, *names: str) -> frozenset[str]:
+        """Return which of these parameters a method is proven to read, before it is called for the first time.
+
+        A method that reads none of them may have been carried out. Raises as `call`.
+        """
+        ...
+
     async def call(self, method: str, /, **arguments: object) -> object:
-        """Call one of `methods` with parameters that it takes. Raises CallRefused and Unanswered."""
+        """Call one of `methods` with parameters that it takes.
+
+        Raises:
+            RefusedError: It was not sent, or the engine did not begin it.
+            UnansweredError: It was sent and not answered.
+            CallRefused: The engine answered with an error.
+        """
         ...
 
 
@@ -83,10 +112,12 @@ def retry_time_s(timeout_s: float) -> float:
 
 
 def version_of(label: object) -> int | None:
-    """Return the weights' version from the engine's label: 0 as launched, None for a label that is not ours."""
-    if label == "default":
+    """Return the weights' version from the engine's label: 0 as launched, None for a label that agents never set."""
+    if label == LAUNCH_LABEL:
         return 0
-    return int(label) if isinstance(label, str) and label.isascii() and label.isdigit() and len(label) < 16 else None
+    if not isinstance(label, str) or not (label.isascii() and label.isdigit()) or len(label) > 15:
+        return None
+    return int(label) or None
 
 
 def text_at(mapping: Mapping[str, object], key: str) -> str | None:

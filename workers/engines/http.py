@@ -13,6 +13,7 @@ Rule 5  The key comes from the environment or a file, and appears in no message 
 
 import json
 import random
+import re
 import socket
 import ssl
 from collections.abc import Mapping
@@ -22,12 +23,14 @@ from urllib.parse import quote, urlencode, urlsplit
 import anyio
 import httpcore
 
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, EngineError, RefusedError, UnansweredError
 from workers.engines.api_key import KEY_VARIABLE
-from workers.engines.client import CallRefused, Methods, Unanswered, list_at, mapping_at, text_at
+from workers.engines.client import CallNotBegun, CallRefused, Methods, list_at, mapping_at, text_at
 
 CONNECT_TIMEOUT_S: Final = 5.0
 READ_TIMEOUT_S: Final = 5.0
+LAUNCH_TIMEOUT_S: Final = 30.0
+"""For what is read once for each launch: the first answer of a fresh vLLM takes 6 s on an idle machine."""
 ATTEMPTS: Final = 3
 BACKOFF_S: Final = 0.2
 """Wait before the second attempt; doubles, with jitter."""
@@ -37,6 +40,8 @@ BODY_S: Final = 30.0
 """How long the body of an answer may take. Only what a call does in the engine may take longer."""
 ANSWER_BYTES: Final = 8 << 20
 """Largest answer that is read."""
+UNREADABLE: Final = "?"
+"""A value of no parameter that is a truth value, a number, or one of some words."""
 KEEP_S: Final = 3.0
 """Time for which an idle connection is kept. uvicorn closes it after 5 s."""
 
@@ -46,8 +51,11 @@ _KEEPALIVE: Final = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
-_FINAL: Final = (httpcore.ConnectError, httpcore.ConnectTimeout, TimeoutError)
+_NOT_SENT: Final = (httpcore.ConnectError, httpcore.ConnectTimeout)
+_FINAL: Final = (*_NOT_SENT, TimeoutError)
 """Not listening, or hanging: another attempt would only take longer."""
+_NOT_BEGUN: Final = (401, 403, 404, 405, 409, 413, 422, 429)
+"""Statuses with which a server turns a request away before it does anything."""
 _NOT_QUOTED: Final = "/?&=%:,@+~!$'()*;"
 """Characters of a target that are sent as they are, beside letters and digits."""
 
@@ -100,7 +108,7 @@ class HttpReader:
         self._url = httpcore.URL(self.where)
         tls = self._url.scheme == b"https"
         self._pool = httpcore.AsyncConnectionPool(
-            ssl_context=_tls_context() if tls else None,
+            ssl_context=ssl.create_default_context() if tls else None,  # the system's certificates, or SSL_CERT_FILE
             max_connections=None,
             keepalive_expiry=KEEP_S,
             network_backend=httpcore.AnyIOBackend(),
@@ -121,13 +129,18 @@ class HttpReader:
         """Do nothing: a server can be called from anywhere."""
 
     async def methods(self) -> Methods | None:
-        """Read the server's openapi.json. Raises CallRefused if it has none, Unanswered if it does not answer."""
+        """Read the server's openapi.json. Raises CallRefused if it has none, EngineError if it does not answer.
+
+        The document lists what there may be. A server that answers anything at all is no engine for that.
+        """
         try:
             document = await self.get("/openapi.json")
-        except Unanswered as error:
+        except RefusedError as error:
             if isinstance(error.__cause__, httpcore.ConnectError):
                 return None
             raise
+        if "paths" not in document:
+            raise self._no_engine("/openapi.json", "what is no OpenAPI document")
         paths, found = mapping_at(document, "paths"), {}
         for name, route in self._routes.items():
             verbs = mapping_at(paths, route.path)
@@ -138,26 +151,36 @@ class HttpReader:
     async def info(self) -> Mapping[str, object] | None:
         """Return the launch settings; None if the server has no such route. Raises EngineError."""
         try:
-            return await self.get(self._info_path)
+            return self._of_engine(await self.get(self._info_path))
         except CallRefused as error:
             if error.status == 404:
                 return None
             raise
+
+    def _of_engine(self, info: dict[str, Any]) -> Mapping[str, object]:
+        """Return launch settings. Raises CallRefused if they name no version, as those of an engine do."""
+        if text_at(info, "version") is None:
+            raise self._no_engine(self._info_path, "without an engine's version")
+        return info
+
+    def _no_engine(self, path: str, found: str) -> CallRefused:
+        return CallRefused(f"{self.where}{path} answered 200 {found}: it is no engine", 200, found)
 
     async def read(self, method: str, /) -> object:
         route = self._routes[method]
         return _result(route, await self._send(route, {}, ATTEMPTS, READ_TIMEOUT_S))
 
     async def get(self, path: str) -> dict[str, Any]:
-        """Return the JSON object at a path. Raises CallRefused and Unanswered."""
-        answer = _json(await self._send(Route("GET", path), {}, ATTEMPTS, READ_TIMEOUT_S))
+        """Return the JSON object at a path, an empty one for anything else. Raises as `EngineClient.call`."""
+        answer = _json(await self._send(Route("GET", path), {}, ATTEMPTS, LAUNCH_TIMEOUT_S))
         return answer if isinstance(answer, dict) else {}
 
     async def close(self) -> None:
         await self._pool.aclose()
 
     async def _send(self, route: Route, arguments: Mapping[str, object], attempts: int, timeout_s: float | None) -> str:
-        """Return the text of the answer. Raises CallRefused and Unanswered."""
+        """Return the text of the answer. Raises as `EngineClient.call`."""
+        kind: type[EngineError] = RefusedError
         for attempt in range(1, attempts + 1):
             try:
                 # After an unexpected error in its application, uvicorn closes the connection, but not at once. The next
@@ -165,16 +188,21 @@ class HttpReader:
                 status, answer = await self._exchange(route, arguments, timeout_s, last=attempts == 1)
                 break
             except _AnswerRefused as error:
-                raise Unanswered(f"{self.where}{route.path} answered {error}") from error
+                raise UnansweredError(f"{self.where}{route.path} answered {error}") from error
             except (*_FINAL, httpcore.NetworkError, httpcore.RemoteProtocolError) as error:
+                if not isinstance(error, _NOT_SENT):
+                    kind = UnansweredError
                 if isinstance(error, _FINAL) or attempt == attempts:
                     reason = f"{type(error).__name__} {error}".rstrip()
-                    raise Unanswered(f"{self.where}{route.path} did not answer: {reason}") from error
+                    if isinstance(error, TimeoutError):
+                        reason = f"not within {timeout_s or BODY_S:g} s"
+                    raise kind(f"{self.where}{route.path} did not answer: {reason}") from error
             await anyio.sleep(BACKOFF_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
         if 200 <= status < 300:
             return answer
         quoted = answer.strip()[:QUOTED_MAX]
-        raise CallRefused(f"{self.where}{route.path} answered {status}: {quoted}", status, quoted)
+        refused = CallNotBegun if status in _NOT_BEGUN else CallRefused
+        raise refused(f"{self.where}{route.path} answered {status}: {quoted}", status, quoted)
 
     async def _exchange(
         self, route: Route, arguments: Mapping[str, object], timeout_s: float | None, *, last: bool
@@ -221,8 +249,19 @@ class HttpClient(HttpReader):
         attempts = ATTEMPTS if route.repeatable else 1
         return _result(route, await self._send(route, named, attempts, route.timeout_s))
 
+    async def parameters(self, method: str, /, *names: str) -> frozenset[str]:
+        """Send values that no type accepts: the route itself names its parameters in its refusal."""
+        route = self._routes[method]
+        try:
+            await self._send(route, dict.fromkeys(names, UNREADABLE), 1, route.timeout_s)
+        except CallRefused as error:
+            if error.status not in (400, 422):
+                raise
+            return frozenset(name for name in names if re.search(rf"\bquery\W+{name}\b", error.body))
+        return frozenset()
+
     async def delete(self, path: str) -> None:
-        """Delete what is at a path. Raises CallRefused, with status 404 if it is already gone, and Unanswered."""
+        """Delete what is at a path. Raises CallRefused, with status 404 if it is already gone, and EngineError."""
         await self._send(Route("DELETE", path), {}, ATTEMPTS, READ_TIMEOUT_S)
 
 
@@ -230,6 +269,7 @@ def base_url(url: str, whose: str = "engine", variable: str = KEY_VARIABLE) -> s
     """Return the URL without a trailing slash.
 
     Args:
+        url: What the user gave.
         whose: Who listens at the URL, for the error.
         variable: The environment variable for the key, for the error.
 
@@ -249,12 +289,6 @@ def base_url(url: str, whose: str = "engine", variable: str = KEY_VARIABLE) -> s
     if not usable or not url.isascii():
         raise ConfigError(f"{whose} URL {url!r}: give http://HOST:PORT, or https.")
     return f"{parsed.scheme}://{parsed.netloc}{parsed.path}".rstrip("/")
-
-
-def _tls_context() -> ssl.SSLContext:
-    import certifi  # loads nothing that http needs
-
-    return ssl.create_default_context(cafile=certifi.where())
 
 
 def _body(arguments: Mapping[str, object]) -> bytes:

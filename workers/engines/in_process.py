@@ -30,8 +30,8 @@ from weakref import WeakKeyDictionary
 
 from anyio import CancelScope
 
-from schemas.errors import EngineError
-from workers.engines.client import CallRefused
+from schemas.errors import RefusedError
+from workers.engines.client import CallRefused, Methods
 
 T = TypeVar("T")
 
@@ -39,18 +39,19 @@ _instance_ids: Final[WeakKeyDictionary[object, str]] = WeakKeyDictionary()
 _running: Final[set[Task[Any]]] = set()  # a loop holds its tasks only weakly
 
 
-class InProcessReader(ABC):
-    """The part of an `EngineReader` that both engines share: the event loop.
+class InProcessClient(ABC):
+    """The part of an `EngineClient` that both engines share: the event loop, and calls that run to their end.
 
     Args:
         engine: The engine's object.
+        requests: The module of its request classes; the engine's own by default.
     """
 
     where: str
     _owner: str
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, requests: ModuleType | None = None) -> None:
+        self._engine, self._requests = engine, requests
         self._loop: AbstractEventLoop | None = None
 
     async def open(self) -> None:
@@ -58,6 +59,9 @@ class InProcessReader(ABC):
 
     async def close(self) -> None:  # noqa: B027 (both engines need nothing)
         """Do nothing: there is no connection."""
+
+    @abstractmethod
+    async def methods(self) -> Methods | None: ...
 
     @abstractmethod
     def _engine_loop(self) -> AbstractEventLoop | None:
@@ -69,7 +73,7 @@ class InProcessReader(ABC):
             running = asyncio.get_running_loop()
         self._loop = self._engine_loop() or self._loop or running
         if running is None or self._loop is not running:
-            raise EngineError(
+            raise RefusedError(
                 f"{self._owner} {self.where} was not called: it belongs to an asyncio event loop, and the agent runs "
                 "on another event loop. Run the agent as a task of the loop that generates: in its thread, and within "
                 "one asyncio.run()."
@@ -79,22 +83,13 @@ class InProcessReader(ABC):
         reason = f"{type(error).__name__}: {error}"
         return CallRefused(f"{self.where}.{method} failed: {reason}", None, reason)
 
-
-class InProcessClient(InProcessReader):
-    """The part of an `EngineClient` that both engines share: calls that run to their end.
-
-    Args:
-        engine: The engine's object.
-        requests: The module of its request classes; the engine's own by default.
-    """
-
-    def __init__(self, engine: Any, requests: ModuleType | None = None) -> None:
-        super().__init__(engine)
-        self._requests = requests
-
     async def call(self, method: str, /, **arguments: object) -> object:
         self._require_loop()
         return await run_to_end(self._call(method, arguments))
+
+    async def parameters(self, method: str, /, *names: str) -> frozenset[str]:
+        """A signature is proof enough."""
+        return (await self.methods() or {}).get(method, frozenset()) & frozenset(names)
 
     @abstractmethod
     async def _call(self, method: str, arguments: dict[str, object]) -> object: ...

@@ -44,7 +44,7 @@ class Probed(Struct, frozen=True, kw_only=True):
 
 
 async def probe(url: str, key: str | None = None) -> Probed:
-    """Inspect a server without changing it. Raises ConfigError for a bad URL, EngineError if nobody answers."""
+    """Inspect a server without changing it. Raises ConfigError for a bad URL, EngineError if nothing answers."""
     client = HttpClient(url, {}, info_path="/server_info", key=key)
     try:
         document = await client.get("/openapi.json")
@@ -76,10 +76,12 @@ async def _probe(
         if methods is None or info is None:
             note = f"it has {kind}'s routes but no /server_info"
             return Probed(url=client.where, kind=kind, tokenizer="absent", note=note)
+        launch = read_launch(info, methods)
         label = await client.read("get_weight_version") if "get_weight_version" in methods else None
+    except CallRefused as error:
+        return Probed(url=client.where, kind="unknown", note=f"it has {kind}'s routes, and {error}")
     finally:
         await client.close()
-    launch = read_launch(info, methods)
     return Probed(
         url=client.where,
         kind=kind,

@@ -16,7 +16,7 @@ reported one is a minute old. Otherwise the old one is repeated: equal heartbeat
 from collections import deque
 from typing import Final, NamedTuple
 
-from schemas.reports import Clock
+from schemas.agent_status import Clock
 from schemas.wire import TimeReply
 
 WINDOW: Final = 64

@@ -13,12 +13,11 @@ from typing import Final
 import anyio
 from anyio import CancelScope
 
-from schemas.carriers.handshakes import DialledSocket
-from schemas.carriers.keys import Credentials, KeySource
-from schemas.carriers.sockets import Context, agent_dealer, stays_here
 from schemas.errors import BusAddressError
 from schemas.logs import logger_of
-from workers.link.warnings import WaitWarning
+from schemas.transport.handshakes import DialledSocket
+from schemas.transport.keys import Credentials, KeySource
+from schemas.transport.sockets import Context, agent_dealer, stays_here
 
 logger = logger_of("agent")
 
@@ -32,6 +31,46 @@ BUSY_S: Final = 1.0
 """Time in which a bus that answers on a new connection would also answer on the old one."""
 
 
+FIRST_WARNING_S: Final = 5.0
+NEXT_WARNING_S: Final = 30.0
+"""Time without progress before the first warning, and between two warnings."""
+
+
+class WaitWarning:
+    """Warns when an agent waits long for its bus.
+
+    Attributes:
+        reason: What it waits for now; empty once it has joined.
+    """
+
+    def __init__(self, agent: str) -> None:
+        self.reason = ""
+        self._agent = agent
+        self._waiting = anyio.Event()
+
+    def begin(self, reason: str) -> None:
+        """Note that the agent waits from now on."""
+        self.reason = reason
+        self._waiting.set()
+
+    def explain(self, reason: str) -> None:
+        """Give a better reason for what the agent waits for, if it waits."""
+        if self.reason:
+            self.reason = reason
+
+    async def run(self) -> None:
+        """Warn until cancelled."""
+        while True:
+            await self._waiting.wait()
+            self._waiting = anyio.Event()
+            delay_s = FIRST_WARNING_S
+            while self.reason:
+                await anyio.sleep(delay_s)
+                if self.reason:
+                    logger.warning("agent %s waits: %s", self._agent, self.reason)
+                delay_s = NEXT_WARNING_S
+
+
 class Connection:
     """One connection at a time. It is dialled when created; `run` serves it until cancelled.
 
@@ -43,7 +82,7 @@ class Connection:
         keys: What to dial with; None for a bus without keys.
         waiting: Learns why the agent waits.
         now_ms: The agent's monotonic time.
-        patience_ms: Returns the time without an answer to a question, after which the bus is asked elsewhere.
+        silence_limit_ms: Returns the time without an answer to a question, after which the bus is asked elsewhere.
         question: Returns the frames of a message that the bus answers.
         replaced: Called when the bus has to be told anew who is here: this is a new connection.
 
@@ -65,13 +104,13 @@ class Connection:
         keys: KeySource | None,
         waiting: WaitWarning,
         now_ms: Callable[[], int],
-        patience_ms: Callable[[], int],
+        silence_limit_ms: Callable[[], int],
         question: Callable[[], list[bytes]],
         replaced: Callable[[], None],
     ) -> None:
         self._bus, self._agent, self._retry_ms, self._context = bus, agent, retry_ms, context
         self._keys, self._attempt = keys, 0
-        self._waiting, self._now_ms, self._patience_ms = waiting, now_ms, patience_ms
+        self._waiting, self._now_ms, self._silence_limit_ms = waiting, now_ms, silence_limit_ms
         self._question, self._replaced = question, replaced
         # A bus on this machine seldom has keys: whether it wants one is found out when the agent dials a second time.
         self._may_be_refused = keys is not None or not stays_here(bus)
@@ -90,7 +129,7 @@ class Connection:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._read, receive)
             tasks.start_soon(self._watch_answers)
-            tasks.start_soon(self._stay_let_in)
+            tasks.start_soon(self._stay_connected)
 
     def note_question(self) -> None:
         """Note that the bus was just asked something."""
@@ -141,13 +180,13 @@ class Connection:
     def _dial(self, *, watched: bool) -> DialledSocket:
         return agent_dealer(self._context, self._bus, self.credentials(), watched=watched, probe=True)
 
-    async def _stay_let_in(self) -> None:
+    async def _stay_connected(self) -> None:
         while True:
             self._dialled = anyio.Event()
-            await self._get_in(self.dealer)
+            await self._finish_handshake(self.dealer)
             await self._dialled.wait()
 
-    async def _get_in(self, dealer: DialledSocket) -> None:
+    async def _finish_handshake(self, dealer: DialledSocket) -> None:
         """Return when the connection is open, or was given up. Until then redial, and tell why it is not."""
         pause_ms, told = self._retry_ms, ""
         with contextlib.suppress(anyio.ClosedResourceError):
@@ -173,14 +212,14 @@ class Connection:
         while True:
             self._asked = anyio.Event()
             while self._asked_ms is not None:
-                due_ms = self._asked_ms + self._patience_ms()
+                due_ms = self._asked_ms + self._silence_limit_ms()
                 if self._now_ms() < due_ms:
                     await anyio.sleep_until(due_ms / 1000)
                 else:
-                    await self._ask_elsewhere()
+                    await self._try_second_connection()
             await self._asked.wait()
 
-    async def _ask_elsewhere(self) -> None:
+    async def _try_second_connection(self) -> None:
         """Dial beside the old connection, and take its place if only the new one is answered."""
         if not self._unanswered and self.welcomed:
             silent_s = (self._now_ms() - self.answered_ms) / 1000
@@ -195,7 +234,7 @@ class Connection:
             return
         with CancelScope() as self._asking:
             try:
-                await self._get_in(dealer)
+                await self._finish_handshake(dealer)
                 with anyio.move_on_after(None if watched else CONNECT_S) as connecting:
                     await dealer.send(self._question())
                 if not connecting.cancelled_caught and await self._answers(dealer):

@@ -1,8 +1,7 @@
 """An agent's heartbeat: its state in a few fields, sent at regular times and as soon as the agent becomes ready.
 
-The first heartbeats after a welcome also ask for the bus's time, and from then on every third, which is about as
-precise: the best of many answers counts. Whoever has reason to doubt that the bus still answers asks with every
-heartbeat.
+The first three heartbeats after a welcome ask for the bus's time, then every third does, which is about as precise: the
+best of many answers counts. While the bus seems silent, all of them do.
 """
 
 import random
@@ -12,10 +11,11 @@ from typing import Final
 
 import anyio
 
+from schemas.agent_status import AgentStatus, Clock, Observed
 from schemas.events import Observation
-from schemas.reports import AgentStatus, Clock, Observed
 from schemas.wire import TimeReply, TimeRequest
 from workers.link.clocks import Clocks
+from workers.machine.lora import lacked, still_read
 from workers.machine.readiness import is_ready, is_wedged, trouble
 from workers.machine.state import AgentState, call_name
 from workers.machine.suppressed import still_desired
@@ -53,8 +53,9 @@ class Heartbeat:
         self._clocks = Clocks()
 
     def note(self, state: AgentState) -> None:
-        """Send the next heartbeat at once if the agent has just become ready."""
-        if not self._reported_ready and is_ready(state):
+        """Send the next heartbeat at once if the agent has just become ready, or answers from a stale cache."""
+        stale = state.engine.stale_cache and state.engine.generating
+        if stale if self._reported_ready else is_ready(state):
             self._due.set()
 
     def apply_time(self, reply: TimeReply) -> None:
@@ -85,18 +86,18 @@ class Heartbeat:
 
 def status_of(state: AgentState, clock: Clock | None = None) -> AgentStatus:
     """Return the heartbeat of an agent in `state`, with its newest clock estimate."""
-    engine, activity = state.engine, state.activity
+    engine, activity, primary = state.engine, state.activity, state.identity.node_rank == 0
     return AgentStatus(
         ready=is_ready(state),
         tokenizer=engine.tokenizer,
         engine=engine.name,
-        generating=engine.generating,
+        generating=bool(engine.generating),
         asleep=tuple(sorted(engine.asleep)),
         profiling_step=engine.session.step if engine.session is not None else None,
         version=engine.version,
         digest=engine.digest,
         quarantined=still_desired(state.desired, state.suppressed).quarantined,
-        torn=engine.torn,
+        torn=engine.torn or state.weights_changed,
         activity=call_name(activity.calls[0]) if activity is not None else None,
         queued=len(state.queue),
         buffered=len(state.reorder_buffer),
@@ -105,6 +106,8 @@ def status_of(state: AgentState, clock: Clock | None = None) -> AgentStatus:
         trouble=trouble(state),
         observed=_observed(engine.seen),
         since_ms=activity.since_ms if activity is not None else None,
+        adapters_missing=lacked(state) if primary else (),
+        adapters_left=still_read(state) if primary else (),
     )
 
 

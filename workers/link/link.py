@@ -7,8 +7,8 @@ new subscription; what happens with one that answers nothing is in `connection`.
 
 Theory of operation. What arrives is decoded, turned into an event and given to the machine at once, where it was read.
 Nothing waits in between, so events are decided in the order in which they arrive. Sending never waits either: a message
-that finds no room is dropped, because whoever misses it asks again. The bus repeats a command that was not answered,
-the next head shows a hole again, and an upload continues from where the bus says.
+that finds no room is dropped, because an agent that misses it asks again. The bus repeats a command that was not
+answered, the next head shows a hole again, and an upload continues from where the bus says.
 
 Nothing about commands or engines is decided here: only when to say hello, and when the bus has been silent for a lease.
 """
@@ -28,15 +28,15 @@ from anyio import CancelScope
 from msgspec.structs import replace
 
 from schemas import wire
-from schemas.carriers.edge_socket import Sent
-from schemas.carriers.keys import KeySource
-from schemas.carriers.sockets import Context, agent_subscriber
 from schemas.config import AgentConfig, BusConfig
 from schemas.errors import AgentError, IdentityTaken, RolloutctlError, WireError
 from schemas.events import Answer, Event, LeaseExpired, SnapshotReceived
 from schemas.identity import Identity
-from schemas.logs import logger_of
-from workers.link.connection import PAUSE_MS_MAX, Connection, jittered_s
+from schemas.logs import RateLimit, logger_of
+from schemas.transport.async_socket import Sent
+from schemas.transport.keys import KeySource
+from schemas.transport.sockets import Context, agent_subscriber
+from workers.link.connection import PAUSE_MS_MAX, Connection, WaitWarning, jittered_s
 from workers.link.frames import (
     publish_address,
     read_control,
@@ -48,16 +48,17 @@ from workers.link.frames import (
 from workers.link.heartbeat import Heartbeat
 from workers.link.journal import Journal
 from workers.link.upload import DecisionUpload
-from workers.link.warnings import MalformedWarning, WaitWarning
 from workers.machine.state import AgentState
 
 logger = logger_of("agent")
+malformed_logger = logger_of("malformed")
+malformed_logger.addFilter(RateLimit(lines=1, interval_s=60.0))
 
 CREDIT: Final = 64
 """Most records that one request asks for."""
 SILENT_MS: Final = 3_000
-"""Time without an answer to a question, after which the agent asks on another connection. A hello has one heartbeat
-longer: a bus that a whole fleet joins may answer late."""
+"""Time without an answer to a question, after which the agent asks on another connection. A hello waits one heartbeat
+longer, since a bus that a whole fleet joins answers late."""
 HEADS_MISSED: Final = 5
 """Heads that fail to arrive before the agent subscribes anew."""
 HEADS_LATE: Final = 2
@@ -102,6 +103,9 @@ class Link:
         wall_ns: The node's wall clock.
         keys: What to dial with; None for a bus without keys.
 
+    Attributes:
+        malformed: Messages that could not be read.
+
     Raises:
         BusAddressError: The address cannot be dialled.
     """
@@ -124,7 +128,7 @@ class Link:
         self._agent, self._journal, self._handle = identity.agent, journal, handle
         self._now_ms = now_ms
         self._keys = keys
-        self._waiting, self._malformed = WaitWarning(self._agent), MalformedWarning(self._agent)
+        self._waiting, self.malformed = WaitWarning(self._agent), 0
         self._connection = Connection(
             bus,
             self._agent,
@@ -133,7 +137,7 @@ class Link:
             keys,
             self._waiting,
             now_ms,
-            patience_ms=lambda: SILENT_MS + (self._heartbeat_ms if self._session is None else 0),
+            silence_limit_ms=lambda: SILENT_MS + (self._heartbeat_ms if self._session is None else 0),
             question=lambda: [self._header(), wire.encode(wire.TimeRequest(sent_ns=time.monotonic_ns()))],
             replaced=self._end_session,
         )
@@ -142,17 +146,12 @@ class Link:
         )
         self._session: _Session | None = None
         self._welcomed = anyio.Event()
-        self._intervals: BusConfig | wire.Welcome = BusConfig()  # lease and heartbeat, as the last welcome set them
+        self._intervals: BusConfig | wire.Welcome = BusConfig()  # of heartbeats, as the last welcome set them
         self._heartbeat_ms = self._intervals.heartbeat_ms  # as the bus last said
         self._heard_ms = self._published_ms = 0
         self._heartbeat = Heartbeat(lambda: journal.state, self._send, wall_ns)
         delay_ms = _upload_delay_ms(self._intervals)
         self._upload = DecisionUpload(journal, config.batch, delay_ms, self._send, now_ms, wake_at)
-
-    @property
-    def malformed(self) -> int:
-        """Messages that could not be read."""
-        return self._malformed.count
 
     async def run(self) -> None:
         """Join, and serve until cancelled.
@@ -218,9 +217,9 @@ class Link:
     async def _say_hello(self) -> _Session:
         """Say hello until the bus welcomes the agent. Pauses double, with jitter over their whole length."""
         pause_ms = self._config.hello_retry_ms
-        unreachable = f"nobody listens at {self._bus}"
+        unreachable = f"nothing listens at {self._bus}"
         if self._keys is None:
-            unreachable += ", or the bus there lets nobody in without a key"
+            unreachable += ", or the bus there admits no peer without a key"
         self._waiting.begin(unreachable)
         while True:
             with (
@@ -244,10 +243,9 @@ class Link:
             return
         self._session, self._intervals, self._heartbeat_ms = _Session(welcome), welcome, welcome.heartbeat_ms
         self._connection.welcomed = True
-        if not self._journal.run:
-            self._journal.join_run(welcome.run)
-        elif self._journal.run != welcome.run:
+        if self._journal.run not in ("", welcome.run):
             raise RunChanged(welcome.run)
+        self._journal.join_run(welcome.run, welcome.lease_ms)
         if welcome.recorded_decisions > self._journal.committed:
             raise AgentError(
                 f"the journal of agent {self._agent} ends with decision {self._journal.committed}, but the log of run "
@@ -262,7 +260,7 @@ class Link:
         try:
             address = publish_address(self._bus, session.welcome)
         except WireError as error:
-            self._malformed.add([], error)
+            self._note_malformed(error)
             return
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._subscribe, address, session)
@@ -346,7 +344,7 @@ class Link:
         try:
             event = read_publication(frames, session.welcome.run, received_ms)
         except WireError as error:
-            self._malformed.add(frames, error)
+            self._note_malformed(error)
             return
         self._renew_lease(event.epoch, received_ms)
         session.subscribed.set()
@@ -356,10 +354,17 @@ class Link:
         received_ms = self._now_ms()
         try:
             head, message = read_control(frames)
-            self._renew_lease(head.epoch, received_ms)
             self._handle_control(head, message, received_ms)
+            self._renew_lease(head.epoch, received_ms)
         except WireError as error:
-            self._malformed.add(frames, error)
+            self._note_malformed(error)
+
+    def _note_malformed(self, error: WireError) -> None:
+        """Count a message that could not be read, and log one now and then. Its content may be anything."""
+        self.malformed += 1
+        malformed_logger.warning(
+            "agent %s dropped a malformed message from the bus (%d so far): %s", self._agent, self.malformed, error
+        )
 
     def _handle_control(self, head: wire.Header, message: wire.Received, received_ms: int) -> None:
         match message:
@@ -383,22 +388,32 @@ class Link:
                 assert_never(message)
 
     def _renew_lease(self, epoch: int, received_ms: int) -> None:
-        """Every frame from the current epoch renews the lease."""
-        if epoch >= self._journal.state.epoch:
+        """Every frame from the current epoch renews the lease of an agent that has joined. Until then the bus commands
+        nothing here, however often it answers: its publish socket may be out of reach.
+        """
+        joined = self._session is not None and self._session.snapshot.is_set()
+        if joined and epoch >= self._journal.state.epoch:
             self._heard_ms = received_ms
 
     async def _watch_lease(self) -> None:
-        """Report silence for the length of the lease as an event, and again after each further lease."""
-        await self._welcomed.wait()
+        """Report silence for the length of the lease as an event, and again after each further lease.
+
+        It counts from the start: the bus may be gone for good.
+        """
         since = self._heard_ms
         while True:
-            lease_ms = self._intervals.lease_ms
-            await anyio.sleep_until((since + lease_ms) / 1000)
+            lease_ms, welcomed = self._journal.lease_ms, self._welcomed
+            with CancelScope(deadline=(since + lease_ms) / 1000):
+                if not welcomed.is_set():
+                    await welcomed.wait()
+                    continue  # this bus may have another lease
+                await anyio.sleep_forever()
             if self._heard_ms > since:
                 since = self._heard_ms
                 continue
             since += lease_ms
-            logger.warning("agent %s heard nothing from its bus for %d ms", self._agent, lease_ms)
+            if self._journal.state.joined:
+                logger.warning("agent %s heard nothing from its bus for %d ms", self._agent, lease_ms)
             self._handle(LeaseExpired(at_ms=since))
 
     # --- sending ------------------------------------------------------------------------------------------------------
@@ -424,13 +439,14 @@ class Link:
             await self._heartbeat.wait(self._heartbeat_ms)
             self._heartbeat.beat(doubtful=self._is_doubtful())
             self._upload.retry()
-            self._connection.use_new_keys()
+            if not self._journal.state.in_a_sync:  # an agent that is just joining again takes no part in one
+                self._connection.use_new_keys()
 
     def _is_doubtful(self) -> bool:
         """Whether something is missing that a bus within reach would have sent."""
         head_ms = self._session.welcome.head_interval_ms if self._session is not None else None
         late = head_ms is not None and self._now_ms() - self._published_ms > HEADS_LATE * head_ms
-        return late or self._upload.waits
+        return late or self._upload.awaits_ack
 
 
 def _upload_delay_ms(intervals: BusConfig | wire.Welcome) -> int:

@@ -57,7 +57,7 @@ class DecisionUpload:
         self.note()
 
     @property
-    def waits(self) -> bool:
+    def awaits_ack(self) -> bool:
         """A batch is under way that the bus has not acknowledged."""
         return self._running and self._sent > self._acked
 

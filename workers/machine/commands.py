@@ -3,8 +3,11 @@
 from typing import Literal, assert_never
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from schemas.commands import (
+    AdapterDrop,
+    AdapterSync,
     Command,
     EngineCommand,
     EpochStart,
@@ -16,13 +19,24 @@ from schemas.commands import (
     durable_source,
 )
 from schemas.desired import Desired, ProfileSession
-from schemas.events import Abort, Call, CheckProfile, CollectTraces, FinishProfile, Flush, Observe
+from schemas.events import (
+    Abort,
+    Call,
+    CheckAdapter,
+    CheckProfile,
+    CollectTraces,
+    FinishProfile,
+    Flush,
+    Observe,
+    Returned,
+)
 from schemas.identity import COLOCATED, Identity, Operation
-from schemas.outcomes import ErrorKind, Failed, Reason, Skipped
+from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from schemas.selection import finish_skip_reason, profile_skip_reason, trace_directory
-from workers.machine.observe import with_engine_state
-from workers.machine.reconcile import PAUSE_AND_RESUME, attainable, is_stranded, label_of, lacks_memory, reconcile
-from workers.machine.state import EngineState
+from workers.machine.lora import can_load, is_held, plan_load
+from workers.machine.reconcile import attainable, is_stranded, lacks_memory, reconcile
+from workers.machine.state import NOTHING_REPORTED, PAUSE_AND_RESUME, EngineState, with_engine_state
+from workers.machine.weights import label_of
 
 CallsOrOutcome = tuple[Call, ...] | Skipped | Failed
 """The calls that a command needs (empty if recording it is enough), or its outcome if there is nothing to do."""
@@ -33,7 +47,11 @@ _NO_PLAN = ProfilePlan(enabled=False)
 _ALL = frozenset(Operation)
 _NEED_A_PAUSE = frozenset({Operation.LOAD, Operation.SLEEP, Operation.WAKE}) | PAUSE_AND_RESUME
 _BY_NAME = {operation.value: operation for operation in Operation}  # calling the enum costs five times as much
-_NEEDED: dict[type[Struct], Operation] = {ProfileCommand: Operation.PROFILE, WeightSync: Operation.LOAD}
+_NEEDED: dict[type[Struct], Operation] = {
+    ProfileCommand: Operation.PROFILE,
+    WeightSync: Operation.LOAD,
+    AdapterSync: Operation.ADAPTERS,
+}
 
 
 def is_disk_command(command: Command | UnknownCommand) -> bool:
@@ -46,16 +64,19 @@ def needs_no_engine(command: Command | UnknownCommand, engine: EngineState, iden
     if type(command) is not ProfileCommand or command.action == "collect":
         return False
     if command.action == "stop":
-        return not is_open(command.step, engine)
+        return not engine.may_profile(command.step)
     plan = command.plan_for(identity.role)
     if command.action == "finish":
         return finish_skip_reason(plan, identity) is not None
     return profile_skip_reason(plan, None if command.action == "check" else command.step, identity) is not None
 
 
-def is_open(step: int, engine: EngineState) -> bool:
-    """Whether the session of this step is open."""
-    return engine.session is not None and engine.session.step == step
+def needs_free_engine(command: Command | UnknownCommand, engine: EngineState, identity: Identity) -> bool:
+    """Whether a command can't be decided while a call is in flight. A stop can't: that call may be its start."""
+    if isinstance(command, WeightSync) and identity.mode is COLOCATED:
+        return False
+    stopping = isinstance(command, ProfileCommand) and command.action == "stop"
+    return stopping or not needs_no_engine(command, engine, identity)
 
 
 def missing_operation(command: Command | UnknownCommand, engine: EngineState) -> Operation | Literal["unknown"] | None:
@@ -68,6 +89,8 @@ def missing_operation(command: Command | UnknownCommand, engine: EngineState) ->
         return "unknown"
     if engine.operations == _ALL or is_disk_command(command):
         return None
+    if isinstance(command, AdapterSync) and command.phase == "abort":
+        return None  # it has loaded nothing
     needed = _BY_NAME[command.operation] if isinstance(command, EngineCommand) else _NEEDED.get(type(command))
     if needed is None:
         return None
@@ -87,21 +110,48 @@ def calls_for(
     """Return what the primary does for a command that passed rules 1 to 9.
 
     Args:
+        command: The command.
         before: What was still desired before the command.
         after: What is still desired after it.
         syncing: Version of the sync in progress, even if this replica has dropped out of it; 0 if none.
+        engine: The engine as it was last observed.
+        identity: The place of this agent.
     """
+    if engine.lost and not _needs_no_certainty(command, identity):
+        return _lost(engine, identity)
     if isinstance(command, EngineCommand):  # not a pattern, which takes five times as long
         return _engine(command, before, after, syncing, engine, identity)
     match command:
         case WeightSync():
             return _weights(command, before, after, engine, identity)
+        case AdapterSync():
+            return _adapter(command, before, after, engine, identity)
+        case AdapterDrop():
+            return () if before != after else Skipped(Reason.ALREADY)
         case ProfileCommand():
             return _profile(command, after, engine, identity)
         case EpochStart() | UnknownCommand():  # the latter never passes rule 9
             return reconcile(after, engine, identity) or Skipped(Reason.ALREADY)
         case _:
             assert_never(command)
+
+
+def _needs_no_certainty(command: Command | UnknownCommand, identity: Identity) -> bool:
+    """Whether a command calls nothing that could kill an engine whose state is not known."""
+    if isinstance(command, EngineCommand):
+        return command.operation == "abort"
+    if isinstance(command, AdapterSync):
+        return command.phase == "abort"
+    if isinstance(command, WeightSync):
+        return identity.mode is COLOCATED
+    return not (isinstance(command, ProfileCommand) and command.action == "start")
+
+
+def _lost(engine: EngineState, identity: Identity) -> Failed:
+    """Return the outcome of a command that needs to know what the engine does."""
+    message = f"replica {identity.replica} is out of service: a call to {engine.name} was cut off or not answered, and "
+    message += "making it again could kill the engine. It was not called: launch it again."
+    return Failed(ErrorKind.UNKNOWN, with_engine_state(message, engine))
 
 
 def finish_call(command: ProfileCommand, identity: Identity) -> FinishProfile:
@@ -113,7 +163,7 @@ def finish_call(command: ProfileCommand, identity: Identity) -> FinishProfile:
 
 def _profile(command: ProfileCommand, after: Desired, engine: EngineState, identity: Identity) -> CallsOrOutcome:
     if command.action == "stop":
-        return reconcile(after, engine, identity) if is_open(command.step, engine) else Skipped(Reason.NOT_PROFILING)
+        return reconcile(after, engine, identity) if engine.may_profile(command.step) else Skipped(Reason.NOT_PROFILING)
     plan = command.plan_for(identity.role) or _NO_PLAN
     if command.action == "finish":
         reason = finish_skip_reason(plan, identity)
@@ -135,8 +185,10 @@ def _collect(session: ProfileSession, identity: Identity) -> CallsOrOutcome:
 
 
 def _start(step: int, after: Desired, engine: EngineState, identity: Identity) -> CallsOrOutcome:
-    if is_open(step, engine):
-        return Skipped(Reason.ALREADY_PROFILING)
+    if engine.may_profile(step) and not engine.closing:
+        if not engine.opening:
+            return Skipped(Reason.ALREADY_PROFILING)
+        engine = replace(engine, closing=True)  # nothing shows that it is open, and a second start would destroy it
     if after.quarantined or engine.torn:
         return _out_of_service(identity, after)
     return reconcile(after, engine, identity)
@@ -151,10 +203,10 @@ def _weights(
         return Skipped(Reason.STALE_VERSION)
     left_out = identity.replica in command.quarantine
     if not left_out:
-        failure = _cannot_sync(command, before, after, engine, identity)
+        failure = _cannot_sync(command, after, engine, identity)
         if failure is not None:
             return failure
-    calls = reconcile(after, engine, identity, live=command.phase == "load")
+    calls = reconcile(after, engine, identity, load_commanded=command.phase == "load")
     failure = stranded(command, after, engine, identity)
     if failure is not None:
         return failure
@@ -163,7 +215,30 @@ def _weights(
     return Skipped(Reason.QUARANTINED if left_out else Reason.ALREADY)
 
 
-def without_memory(calls: tuple[Call, ...], engine: EngineState, identity: Identity) -> Failed | None:
+def _adapter(
+    command: AdapterSync, before: Desired, after: Desired, engine: EngineState, identity: Identity
+) -> CallsOrOutcome:
+    """An abort unloads nothing itself: the version is no longer wanted, and goes once no request runs on it."""
+    adapter = command.adapter
+    if identity.mode is COLOCATED:
+        return Skipped(Reason.MODE_NEVER_SYNCS)
+    if command.phase == "abort":
+        return () if before != after else Skipped(Reason.ALREADY)
+    known = before.adapters.get(adapter.name)
+    if known is not None and adapter.version < known.newest:
+        return Skipped(Reason.STALE_VERSION)
+    if is_held(engine, adapter):
+        return () if before != after else Skipped(Reason.ALREADY)
+    if not can_load(engine):
+        return Failed(
+            ErrorKind.WEIGHTS_ASLEEP,
+            f"replica {identity.replica} was asked to {command.phase} adapter {adapter.model} while memory of its "
+            "engine is released. Nothing was touched: wake it first, then sync.",
+        )
+    return (CheckAdapter(adapter),) if command.phase == "prepare" else plan_load(adapter, engine)
+
+
+def memory_missing(calls: tuple[Call, ...], engine: EngineState, identity: Identity) -> Failed | None:
     """Return the outcome of a command for which the trainer has not taken the memory back; None if it needs none."""
     if not any(lacks_memory(call, engine) for call in calls):
         return None
@@ -182,7 +257,7 @@ def stranded(
 ) -> Failed | None:
     """Return the outcome of a sync's end that leaves the engine without weights that it may serve; None otherwise.
 
-    Nobody may take such a replica for one that serves the committed version, so it never counts as acted.
+    Such a replica must not be taken for one that serves the committed version, so it never counts as acted.
     """
     if not isinstance(command, WeightSync) or command.phase not in ("commit", "abort"):
         return None
@@ -190,17 +265,15 @@ def stranded(
         return None
     message = f"replica {identity.replica} can't get version {after.version}: "
     message += (
-        "nobody can give it the weights of its launch again."
+        "the weights of its launch can't be loaded again."
         if after.committed is None
         else ("its source has no checkpoint (`path`) to load it from.")
     )
     return Failed(ErrorKind.QUARANTINED, with_engine_state(message, engine) + " It stays paused until the next sync.")
 
 
-def _cannot_sync(
-    command: WeightSync, before: Desired, after: Desired, engine: EngineState, identity: Identity
-) -> Failed | None:
-    if command.phase != "abort" and "weights" in attainable(before, engine).asleep:
+def _cannot_sync(command: WeightSync, after: Desired, engine: EngineState, identity: Identity) -> Failed | None:
+    if command.phase != "abort" and "weights" in attainable(after, engine).asleep:
         return Failed(
             ErrorKind.WEIGHTS_ASLEEP,
             f"replica {identity.replica} was asked to {command.phase} version {command.version} while its weights are "
@@ -227,7 +300,10 @@ def _cannot_be_pushed_to(source: Pushed, version: int, engine: EngineState, iden
             "checkpoint, or use a version of the engine that has a label.",
         )
     held = label_of(engine.loaded) if engine.loaded is not None else None
-    if engine.label == source.label and held != source.label and not engine.foreign:
+    was_pushed = (
+        engine.label_changed and engine.version_label is not None
+    )  # since the last sync, not before it was first seen
+    if engine.label == source.label and held != source.label and not was_pushed:
         return Failed(
             ErrorKind.SOURCE_REFUSED,
             f"replica {identity.replica} reports the label {source.label!r} already, for other weights (version "
@@ -243,7 +319,7 @@ def _engine(
     if command.operation == "abort":
         return (_ABORT,)
     if command.operation == "flush":
-        if "kv_cache" in engine.asleep:
+        if "kv_cache" in engine.asleep | (engine.unknown & after.asleep):
             return Skipped(Reason.ALREADY)  # it was dropped when its memory was released
         calls = reconcile(after, engine, identity)
         if not calls:
@@ -269,4 +345,36 @@ def _out_of_service(identity: Identity, desired: Desired) -> Failed:
         ErrorKind.QUARANTINED,
         f"replica {identity.replica} is out of service since the sync to version {desired.quarantined or 'unknown'}"
         f"{where}: it stays paused until the next committed sync, or until its agent is restarted.",
+    )
+
+
+def acted(
+    engine: EngineState,
+    command: Command | UnknownCommand | None,
+    calls: tuple[str, ...],
+    reported: Returned = NOTHING_REPORTED,
+) -> Acted:
+    """Return the outcome of a command whose calls succeeded, with what they reported."""
+    if type(command) is WeightSync:
+        return Acted(calls=calls, version=engine.version, digest=engine.digest)
+    if reported is NOTHING_REPORTED:
+        return Acted(calls=calls)
+    return Acted(
+        calls=calls,
+        auto_stopped=reported.auto_stopped,
+        traces=reported.traces,
+        ranks_without_trace=reported.ranks_without_trace,
+        still_running=reported.still_running,
+    )
+
+
+def merged(earlier: Returned, later: Returned) -> Returned:
+    """Merge what two calls of one command reported about a profiling session."""
+    if not (later.auto_stopped or later.traces or later.ranks_without_trace or later.still_running):
+        return earlier
+    return Returned(
+        auto_stopped=earlier.auto_stopped or later.auto_stopped,
+        traces=earlier.traces + later.traces,
+        ranks_without_trace=earlier.ranks_without_trace + later.ranks_without_trace,
+        still_running=earlier.still_running or later.still_running,
     )

@@ -8,110 +8,106 @@ Rules
 4. One engine call at a time, in the order of the commands. A call is never cancelled: when it passes its deadline, the
    command fails, and the result of the call is still awaited.
 
-Theory of operation. A command first passes the rules of order (1 to 3, `order.py`): does it come from the current
-epoch, is it new, and is it next in line? A command that passes them is in order, and is decided once the engine is free
-(rules 4 to 10, `advance.py`). The engine calls that it needs come from `reconcile.py`, which compares the desired state
-with what is believed about the engine (`observe.py`).
+Theory of operation. `ORDER`, `ELIGIBILITY` and `_act` are the decision table (`docs/decision-table.md`), in the order
+in which its rules are applied. A command first passes the rules of order: does it come from the current epoch, is it
+new, and is it next in line? Then it waits until the engine is free, and the other rules decide it. It changes the
+desired state *even if it is skipped*. The engine calls that it needs come from `reconcile.py`, which compares the
+desired state with what is believed about the engine (`observe.py`).
 
-When no command is left and the engine differs from the desired state (a late joiner, a restart, a missed command, the
-lease), the machine makes the same calls by itself.
+Every event ends in `_proceed`, which goes on until something has to be awaited. When no command is left and the engine
+differs from the desired state (a late joiner, a restart, a missed command, the lease), the machine makes the same calls
+by itself. But what something else did to the engine is not undone before the bus was heard again: an agent that is cut
+off may have a successor, which commands the same engine.
 
-One transition is missing on purpose: no engine serves before a snapshot has brought the desired state.
+One transition is missing on purpose: no engine serves before a snapshot has brought the desired state, unless no bus
+brings one for the length of a lease.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
+from msgspec import Struct
 from msgspec.structs import replace
 
-from schemas.commands import EngineCommand, WeightSync, durable_source
-from schemas.desired import orphaned
-from schemas.events import (
-    Answer,
-    AwaitPush,
-    CheckProfile,
-    CheckSource,
-    CommandReceived,
-    DiskCall,
-    DumpStacks,
-    Effect,
-    EngineObserved,
-    EngineReturned,
-    Event,
-    HeadSeen,
-    LeaseExpired,
-    Load,
-    Observation,
-    Observe,
-    Perform,
-    Restart,
-    Resume,
-    Returned,
-    SnapshotReceived,
-    StacksDumped,
-    Started,
-    Stopping,
-    Tick,
-)
+from schemas import events
+from schemas.commands import EngineCommand, EpochStart, ProfileCommand, WeightSync
+from schemas.desired import Desired, desired_after, orphaned
 from schemas.identity import OBSERVED
-from schemas.outcomes import ErrorKind, Failed, Outcome, Reason, Skipped
-from workers.machine.advance import (
-    Effects,
-    acted,
-    answer_command,
-    awaits_push,
-    decide_command,
-    end_wait,
-    expect_push,
-    proceed,
-    suppress_failed,
-)
-from workers.machine.commands import stranded, without_memory
-from workers.machine.dumps import apply_stacks, ask_for_stacks, dump_at, stacks_clause
-from workers.machine.gate import answer_to, must_wait
+from schemas.outcomes import Acted, ErrorKind, Failed, Outcome
+from workers.machine import rules
+from workers.machine.commands import acted, calls_for, finish_call, memory_missing, merged, needs_free_engine, stranded
+from workers.machine.lora import postponed
 from workers.machine.observe import (
     apply_interruption,
     apply_observation,
     apply_result,
+    changed_by_others,
     only_observed,
     relaunched,
-    with_engine_state,
 )
-from workers.machine.order import apply_head, drain_buffer, enter_epoch, is_next, take_in
-from workers.machine.progress import apply_time, progress_after, wedged_at
-from workers.machine.reconcile import (
-    PAUSE_AND_RESUME,
-    adopt_pushed,
-    holds_committed,
-    may_serve,
-    reconcile,
-)
+from workers.machine.progress import apply_time, wedged_at, with_progress
+from workers.machine.readiness import out_of_service
+from workers.machine.reconcile import HARMLESS, NOT_REPEATED, own_calls, reconcile, unloads_now
+from workers.machine.rules import SUPERSEDED, is_targeted, must_wait
 from workers.machine.state import (
     NOTHING_SUPPRESSED,
     Activity,
     AgentState,
-    EngineState,
+    Remembered,
     call_name,
     remember,
+    with_engine_state,
 )
-from workers.machine.suppressed import still_desired
+from workers.machine.suppressed import clear_suppressed, on_another_launch, still_desired, suppress, without_trainer
+from workers.machine.weights import adopt_pushed, expect_push
 
-__all__ = ["LOGIC", "Activity", "AgentState", "decide", "in_sync", "is_written_first", "next_deadline"]
+__all__ = ["LOGIC", "Activity", "AgentState", "decide", "next_deadline"]
 
-LOGIC = 6
+LOGIC = 7
 """Version of the decisions below. It is recorded with every log; a change of behaviour is a new number."""
 
-_SUPERSEDED = Skipped(Reason.SUPERSEDED)
+RETRY_FIRST_MS: Final = 1000
+"""Time after which the machine makes a call again that it had made by itself and that failed. Each time it doubles."""
+RETRY_LAST_MS: Final = 15_000
+"""Longest such time."""
+
+Effects = list[events.Effect]
+"""Every function with `effects` appends to it and returns the next state."""
+
+# --- the rules, in the order in which they are applied ----------------------------------------------------------------
+
+ORDER: Final[tuple[tuple[int, Callable[[AgentState, events.CommandReceived, Effects], AgentState | None]], ...]] = (
+    (1, rules.stale_epoch),
+    (2, rules.applied_already),
+    (3, rules.leaves_a_hole),
+)
+"""Applied on arrival."""
+
+ELIGIBILITY: Final[tuple[tuple[int, Callable[[AgentState, events.CommandReceived, int], Outcome | None]], ...]] = (
+    (4, rules.expired),
+    (5, rules.not_for_this_agent),
+    (6, rules.not_primary),
+    (7, rules.never_launched),
+    (8, rules.tokenizer_missing),
+    (9, rules.unsupported),
+    (10, rules.superseded),
+)
+"""Applied once the command is in order and the engine is free. What they let pass is decided by `_act` (rule 10)."""
+
+_ABANDONED_BY_RULE: dict[type[Struct], tuple[int, ...]] = {ProfileCommand: (4, 7, 8, 9), EngineCommand: (8, 9)}
+"""By which rules a refused command's wish is not pursued either. A late profile start would profile another step; an
+engine that launches (rule 7) is brought to the desired state once it is up.
+"""
 
 
-def decide(state: AgentState, event: Event) -> tuple[AgentState, tuple[Effect, ...]]:
+def decide(state: AgentState, event: events.Event) -> tuple[AgentState, tuple[events.Effect, ...]]:
     """Return the next state, and the effects to perform, in order."""
-    if state.stopping and not isinstance(event, EngineReturned | Started):
+    if state.stopping and not isinstance(event, events.EngineReturned | events.Started):
         return state, ()
     effects: Effects = []
     after = REACTIONS[type(event)](state, event, effects)
-    if after.engine is not state.engine and relaunched(state.engine, after.engine) and _out_of_service(after):
-        effects.append(Restart())
+    if after.engine is not state.engine and relaunched(state.engine, after.engine) and out_of_service(after):
+        effects.append(events.Restart())
     return after, tuple(effects)
 
 
@@ -120,124 +116,256 @@ def next_deadline(state: AgentState) -> int | None:
     if state.stopping:
         return None
     wedged_ms = wedged_at(state.engine, state.settings.wedged_after_ms)
-    command_ms = _command_deadline(state)
-    return wedged_ms if command_ms is None else command_ms if wedged_ms is None else min(command_ms, wedged_ms)
+    retry_ms = state.retry_at_ms or None if state.reconcile_blocked else None
+    idle = state.activity is None and not state.queue
+    unload_ms = min((unload.ask_ms for unload in state.unloads.values()), default=None) if idle else None
+    return min(
+        (ms for ms in (_command_deadline(state), wedged_ms, retry_ms, unload_ms) if ms is not None), default=None
+    )
 
 
 def _command_deadline(state: AgentState) -> int | None:
     if state.activity is not None and not state.activity.overdue:
-        dump_ms = dump_at(state)  # queued commands are decided after the deadline, whatever their own
-        return state.activity.deadline_ms if dump_ms is None else dump_ms
+        return state.activity.deadline_ms  # queued commands are decided after that, whatever their own
     return state.queue[0].at_ms + state.queue[0].ttl_ms if state.queue else None
 
 
-def is_written_first(before: AgentState, effects: Sequence[Effect]) -> bool:
-    """Whether a decision, made in the state `before`, must be in the journal before its effects are performed.
-
-    It calls the engine or has its stacks dumped, answers with more than a skip, or answers the command whose call is
-    under way. A restart makes any other decision again, in the same way. But a call that it finds in the journal is
-    resolved by observing the engine: its command would be answered once more, and differently.
-    """
-    trigger = before.activity.trigger if before.activity is not None else None
-    for effect in effects:
-        match effect:
-            case Perform() | DumpStacks():
-                return True
-            case Answer(seq=seq, outcome=outcome):
-                if type(outcome) is not Skipped or (trigger is not None and seq == trigger.seq):
-                    return True
-    return False
-
-
-def in_sync(state: AgentState) -> bool:
-    """Whether the engine is as desired, with nothing under way. Only then is the replica ready for traffic."""
-    if not state.joined or state.diverged or state.activity is not None or state.queue:
-        return False
-    if state.identity.node_rank > 0:
-        return True
-    if state.identity.mode is OBSERVED:
-        return state.engine.tokenizer == "present"
-    desired, engine = still_desired(state.desired, state.suppressed), state.engine
-    held = holds_committed(desired, engine)
-    if not engine.operations >= PAUSE_AND_RESUME and not (held and may_serve(desired, engine)):
-        return False  # it serves what is not desired, and can't be paused
-    committed = desired.committed
-    if committed is not None and durable_source(committed.source) is None and not held:
-        return False  # it missed a broadcast, and waits for the next sync
-    return engine.tokenizer == "present" and not reconcile(desired, engine, state.identity)
-
-
-def _out_of_service(state: AgentState) -> bool:
-    """Whether only a sync or a new incarnation can bring the replica back."""
-    remaining = still_desired(state.desired, state.suppressed)
-    dropped_out = state.desired.sync is not None and remaining.sync is None
-    return state.joined and (remaining.quarantined > 0 or dropped_out)
-
-
 # --- commands ---------------------------------------------------------------------------------------------------------
-# The functions below append to `effects` and return the next state.
 
 
-def _on_command(state: AgentState, event: CommandReceived, effects: Effects) -> AgentState:
+def _on_command(state: AgentState, event: events.CommandReceived, effects: Effects) -> AgentState:
     launched = state.engine.tokenizer != "unknown"
-    if is_next(state, event) and (launched or not must_wait(state, event, event.at_ms)):
-        after = decide_command(state, event, event.seq, event.at_ms, effects)
+    if rules.is_next(state, event) and (launched or not must_wait(state, event, event.at_ms)):
+        after = _decide_command(state, event, event.seq, event.at_ms, effects)
         unchanged = after.desired is state.desired and after.suppressed is state.suppressed
         if unchanged and not state.reconcile_blocked:
             return after  # the usual skip: the engine was in sync before, and still is
-        return proceed(after, event.at_ms, effects)
-    after = take_in(state, event, effects)
-    return proceed(after, event.at_ms, effects) if after.seq != state.seq else after
+        return _proceed(after, event.at_ms, effects)
+    after = _take_in(state, event, effects)
+    return _proceed(after, event.at_ms, effects) if after.seq != state.seq else after
+
+
+def _take_in(state: AgentState, event: events.CommandReceived, effects: Effects) -> AgentState:
+    """Apply rules 1 to 3 to a command, and queue it if it is next in line."""
+    state = rules.enter_epoch(state, event.epoch)
+    if rules.continues_history(state, event):
+        state = replace(state, snapshot_epoch=event.epoch)
+    for _, rule in ORDER:
+        after = rule(state, event, effects)
+        if after is not None:
+            return after
+    return rules.drain_buffer(replace(state, seq=event.seq, queue=(*state.queue, event)))
+
+
+def _decide_command(
+    state: AgentState, event: events.CommandReceived, seq: int, now_ms: int, effects: Effects
+) -> AgentState:
+    """Apply rules 4 to 10 to a command that is in order and has left the queue. `seq` is the new position.
+
+    The command changes the desired state whatever its outcome.
+    """
+    if state.contested:
+        state = replace(state, changed_by_others=False)
+    if state.relabelled:
+        state = replace(state, relabelled=0)
+    command, suppressed, targeted = event.command, state.suppressed, is_targeted(state, event)
+    if targeted and suppressed is not NOTHING_SUPPRESSED:
+        suppressed = clear_suppressed(suppressed, command, state.desired, state.identity)
+    desired = desired_after(state.desired, command, targeted, state.identity)
+    refused = _refusal(state, event, now_ms)
+    if refused is None:
+        engine = expect_push(state.engine, desired) if desired is not state.desired else state.engine
+        decided = replace(
+            state,
+            seq=seq,
+            desired=desired,
+            engine=engine,
+            suppressed=suppressed,
+            reconcile_blocked=False,
+            resend_from=0,
+        )
+        return _act(decided, state, event, now_ms, effects)
+    effects.append(refused)
+    after = replace(
+        state,
+        seq=seq,
+        desired=desired,
+        suppressed=suppressed,
+        reconcile_blocked=False,
+        resend_from=state.resend_from if refused.rule in (4, 7) else 0,
+        answers=remember(state.answers, refused),
+    )
+    if targeted and refused.rule in _ABANDONED_BY_RULE.get(type(command), ()):
+        return suppress(after, command, still_desired(state.desired, state.suppressed))
+    return after
+
+
+def _refusal(state: AgentState, event: events.CommandReceived, now_ms: int) -> events.Answer | None:
+    """Return the answer of the first rule from 4 on that applies."""
+    for number, rule in ELIGIBILITY:
+        outcome = rule(state, event, now_ms)
+        if outcome is not None:
+            return events.Answer(epoch=event.origin, seq=event.seq, outcome=outcome, rule=number)
+    return None
+
+
+def _act(
+    state: AgentState, earlier: AgentState, event: events.CommandReceived, now_ms: int, effects: Effects
+) -> AgentState:
+    """Rule 10: make the calls that the command needs, or answer it at once. `earlier` is the state before it."""
+    command = event.command
+    before = still_desired(earlier.desired, earlier.suppressed)
+    if state.activity is not None and needs_free_engine(command, state.engine, state.identity):
+        return _act_while_overdue(state, state.activity, before, event, effects)
+    if state.activity is None:
+        state = _recognize_pushed(state)
+    desired = still_desired(state.desired, state.suppressed)
+    syncing = earlier.desired.sync.version if earlier.desired.sync is not None else 0
+    result = calls_for(command, before, desired, syncing, state.engine, state.identity)
+    if isinstance(result, tuple):
+        if not result:
+            return _answer(state, event, acted(state.engine, command, ()), effects)
+        call_id, deadline_ms = state.calls_made + 1, event.at_ms + event.ttl_ms
+        begins = isinstance(command, WeightSync) and command.phase == "prepare"
+        again = before if begins or isinstance(command, EngineCommand) else None
+        activity = Activity(
+            trigger=event, calls=result, call_id=call_id, deadline_ms=deadline_ms, before=again, since_ms=now_ms
+        )
+        return _call(state, activity, effects)
+    if isinstance(result, Failed):
+        state = suppress(state, command, before)
+    return _answer(state, event, result, effects)
+
+
+def _act_while_overdue(
+    state: AgentState, overdue: Activity, before: Desired, event: events.CommandReceived, effects: Effects
+) -> AgentState:
+    """Fail a command while an overdue call is awaited. Only a finish is deferred until the engine is free."""
+    command = event.command
+    if isinstance(command, ProfileCommand) and command.action == "finish":
+        finish = finish_call(command, state.identity)
+        if state.deferred_finish in (None, finish):  # another one that waits is not forgotten for this
+            state = replace(state, deferred_finish=finish)
+            return _answer(state, event, Acted(calls=(), still_running=True), effects)
+    call = call_name(overdue.calls[0])
+    message = f"{state.engine.name} has not answered {call} yet, past its deadline. Nothing else is sent until it does."
+    return _answer(suppress(state, command, before), event, Failed(ErrorKind.ENGINE_BUSY, message), effects)
+
+
+def _answer(
+    state: AgentState, event: events.CommandReceived, outcome: Outcome, effects: Effects, rule: int = 10
+) -> AgentState:
+    """Send the outcome of a command, and store it."""
+    answer = events.Answer(epoch=event.origin, seq=event.seq, outcome=outcome, rule=rule)
+    effects.append(answer)
+    return replace(state, answers=remember(state.answers, answer))
+
+
+# --- what comes next --------------------------------------------------------------------------------------------------
+
+
+def _proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
+    """Decide queued commands while the engine is free; then reconcile."""
+    if state.stopping:
+        return state
+    while state.queue:
+        if state.awaits_push and any(_ends_wait(state, event) for event in state.queue):
+            state = _end_activity(state, SUPERSEDED, effects)
+        if state.activity is not None and not state.activity.overdue:
+            return state
+        event = state.queue[0]
+        if must_wait(state, event, now_ms):
+            return state
+        state = _decide_command(replace(state, queue=state.queue[1:]), event, state.seq, now_ms, effects)
+        if state.reorder_buffer:
+            state = rules.drain_buffer(state)
+    if state.activity is not None:
+        return state
+    state = _recognize_pushed(state)
+    calls = own_calls(state)
+    if not calls:
+        state, calls = unloads_now(state, now_ms)
+    if not calls:
+        return state
+    if calls[0] is state.deferred_finish:
+        state = replace(state, deferred_finish=None)
+    call_id, deadline_ms = state.calls_made + 1, now_ms + state.settings.reconcile_timeout_ms
+    activity = Activity(trigger=None, calls=calls, call_id=call_id, deadline_ms=deadline_ms, since_ms=now_ms)
+    return _call(state, activity, effects)
+
+
+def _ends_wait(state: AgentState, event: events.CommandReceived) -> bool:
+    """Whether a command ends the load phase that a wait belongs to."""
+    command = event.command
+    return isinstance(command, EpochStart) or (isinstance(command, WeightSync) and is_targeted(state, event))
+
+
+def _recognize_pushed(state: AgentState) -> AgentState:
+    """Recognize wanted weights that the trainer has pushed, by their label."""
+    if state.engine.label is None or not state.informed:
+        return state
+    desired = still_desired(state.desired, state.suppressed)
+    engine = adopt_pushed(state.engine, desired, state.identity)
+    return state if engine is state.engine else replace(state, engine=engine)
+
+
+def _end_activity(state: AgentState, outcome: Outcome, effects: Effects) -> AgentState:
+    """End the calls under way, and answer their command unless it was answered at its deadline."""
+    assert state.activity is not None
+    trigger = state.activity.trigger
+    if trigger is None or state.activity.overdue:
+        return replace(state, activity=None)
+    answer = events.Answer(epoch=trigger.origin, seq=trigger.seq, outcome=outcome, rule=10)
+    effects.append(answer)
+    return replace(state, activity=None, answers=remember(state.answers, answer))
+
+
+def _call(state: AgentState, activity: Activity, effects: Effects) -> AgentState:
+    """Make the first call of an activity."""
+    effects.append(events.Perform(call_id=activity.call_id, call=activity.calls[0]))
+    return replace(state, activity=activity, calls_made=activity.call_id)
 
 
 # --- engine calls -----------------------------------------------------------------------------------------------------
 
 
-def _on_returned(state: AgentState, event: EngineReturned, effects: Effects) -> AgentState:
+def _on_returned(state: AgentState, event: events.EngineReturned, effects: Effects) -> AgentState:
     activity = state.activity
     if activity is None or activity.call_id != event.call_id:
         return state  # the result of a call of an earlier incarnation
     call, result, observation = activity.calls[0], event.result, event.observation
+    state = _resolve_interruption(state, observation, effects)  # a call that needed no engine may end before any look
     engine, failure = apply_result(state.engine, call, result, observation)
     if observation is not None:
-        engine = _with_progress(engine, observation, event.at_ms)
+        engine = with_progress(engine, observation, event.at_ms)
     restarted = engine is not state.engine and relaunched(state.engine, engine)
     if restarted and failure is None:
         message = f"{engine.name} was relaunched during {call_name(call)}."
         failure = Failed(ErrorKind.ENGINE_ERROR, with_engine_state(message, engine))
+    suppressed = on_another_launch(state.suppressed) if restarted else state.suppressed
+    state = replace(state, engine=engine, suppressed=suppressed)
+    if failure is None and type(call) is events.Observe:
+        state, activity, failure = _plan_again(state, activity)
     if failure is not None:
-        return _fail(replace(state, engine=engine), activity, failure, restarted, event.at_ms, effects)
-    completed = (*activity.completed, call_name(call))
-    reported = _merge(activity.reported, result) if isinstance(result, Returned) else activity.reported
-    if type(call) is Observe:
-        state, activity, failure = _plan_again(replace(state, engine=engine), activity)
-        if failure is not None:
-            return _fail(state, activity, failure, restarted, event.at_ms, effects)
-        engine = state.engine
-    rest = activity.calls[1:]
+        return _fail(state, activity, failure, restarted, event.at_ms, effects)
+    completed, rest = (*activity.completed, call_name(call)), activity.calls[1:]
+    reported = merged(activity.reported, result) if isinstance(result, events.Returned) else activity.reported
+    if activity.trigger is None and state.queue and type(call) is not events.Observe:
+        rest = ()  # gives way; what is left is planned again, with what the command changes
     if rest and state.waits_paused:  # a command that was decided before the bus was lost may still resume
-        rest = tuple(call for call in rest if not isinstance(call, Resume))
+        rest = tuple(call for call in rest if not isinstance(call, events.Resume))
     if rest and not activity.overdue:
         if state.stopping:
-            return _stop_within(replace(state, engine=engine), activity, completed, effects)
+            return _stop_within(state, activity, completed, effects)
         call_id = state.calls_made + 1
         activity = replace(
-            activity,
-            calls=rest,
-            call_id=call_id,
-            completed=completed,
-            reported=reported,
-            since_ms=event.at_ms,
-            stacks=None,
+            activity, calls=rest, call_id=call_id, completed=completed, reported=reported, since_ms=event.at_ms
         )
-        effects.append(Perform(call_id=call_id, call=rest[0]))
-        return replace(state, engine=engine, activity=activity, calls_made=call_id)
-    trigger, answers = activity.trigger, state.answers
-    if trigger is not None and not activity.overdue:
-        answer = answer_to(trigger, acted(engine, trigger.command, completed, reported))
-        effects.append(answer)
-        answers = remember(answers, answer)
-    return proceed(replace(state, engine=engine, activity=None, answers=answers), event.at_ms, effects)
+        return _call(state, activity, effects)
+    command = activity.trigger.command if activity.trigger is not None else None
+    outcome = acted(state.engine, command, completed, reported)
+    state = replace(state, retries=0) if state.retries else state
+    return _proceed(_end_activity(state, outcome, effects), event.at_ms, effects)
 
 
 def _plan_again(state: AgentState, activity: Activity) -> tuple[AgentState, Activity, Failed | None]:
@@ -246,42 +374,26 @@ def _plan_again(state: AgentState, activity: Activity) -> tuple[AgentState, Acti
     state = replace(state, engine=adopt_pushed(state.engine, desired, state.identity))
     trigger = activity.trigger.command if activity.trigger is not None else None
     failure = stranded(trigger, desired, state.engine, state.identity)
-    planned = reconcile(desired, state.engine, state.identity, fresh=True)
+    planned = reconcile(desired, state.engine, state.identity, just_observed=True)
     rest = (*planned, *(call for call in activity.calls[1:] if call not in planned))
-    lacking = without_memory(rest, state.engine, state.identity)
+    lacking = memory_missing(rest, state.engine, state.identity)
     if activity.trigger is None and lacking is not None:
         rest, lacking = (), None  # its time comes when the trainer takes the memory back
     return state, replace(activity, calls=(*activity.calls[:1], *rest)), failure or lacking
 
 
-def _on_stopping(state: AgentState, _: Stopping, effects: Effects) -> AgentState:
-    if awaits_push(state):
+def _on_stopping(state: AgentState, _: events.Stopping, effects: Effects) -> AgentState:
+    if state.awaits_push:
         message = "the agent was asked to end while it waited for the trainer to push the weights."
-        state = end_wait(state, Failed(ErrorKind.UNKNOWN, with_engine_state(message, state.engine)), effects)
+        state = _end_activity(state, Failed(ErrorKind.UNKNOWN, with_engine_state(message, state.engine)), effects)
     return replace(state, stopping=True)
 
 
 def _stop_within(state: AgentState, activity: Activity, completed: tuple[str, ...], effects: Effects) -> AgentState:
     """End a command of several calls between two of them, because the agent was asked to end."""
-    state = replace(state, activity=None)
-    if activity.trigger is None:
-        return state
     rest = ", ".join(call_name(call) for call in activity.calls[1:])
     message = f"the agent was asked to end after {', '.join(completed)}; {rest} was not begun."
-    failed = Failed(ErrorKind.UNKNOWN, with_engine_state(message, state.engine))
-    return answer_command(state, activity.trigger, failed, effects)
-
-
-def _merge(earlier: Returned, later: Returned) -> Returned:
-    """Merge what two calls of one command reported about a profiling session."""
-    if not (later.auto_stopped or later.traces or later.ranks_without_trace or later.still_running):
-        return earlier
-    return Returned(
-        auto_stopped=earlier.auto_stopped or later.auto_stopped,
-        traces=earlier.traces + later.traces,
-        ranks_without_trace=earlier.ranks_without_trace + later.ranks_without_trace,
-        still_running=earlier.still_running or later.still_running,
-    )
+    return _end_activity(state, Failed(ErrorKind.UNKNOWN, with_engine_state(message, state.engine)), effects)
 
 
 def _fail(
@@ -290,21 +402,22 @@ def _fail(
     """End an activity whose call failed. `restarted` says that the engine was relaunched during the call."""
     call, trigger = activity.calls[0], activity.trigger
     # Reconciling does not repeat these calls, nor the commands, which are suppressed.
-    not_repeated = isinstance(call, CheckSource | Load | CheckProfile | DiskCall)
-    given_up = trigger is not None and isinstance(trigger.command, WeightSync | EngineCommand)
-    state = suppress_failed(state, trigger.command if trigger is not None else call, activity.before)
-    state = replace(state, activity=None, reconcile_blocked=not (restarted or not_repeated or given_up))
-    if trigger is not None and not activity.overdue:
-        state = answer_command(state, trigger, failure, effects)
-    return proceed(state, now_ms, effects)
+    not_repeated = isinstance(call, NOT_REPEATED)
+    given_up = trigger is not None and not isinstance(trigger.command, EpochStart)
+    if isinstance(call, events.UnloadAdapter):
+        state = replace(state, unloads=postponed(state.unloads, (call.model,), now_ms))
+    state = suppress(state, trigger.command if trigger is not None else call, activity.before)
+    blocked, retry_at_ms, retries = not (restarted or not_repeated or given_up), 0, 0
+    if blocked and trigger is None and isinstance(call, HARMLESS):
+        retry_at_ms = now_ms + min(RETRY_FIRST_MS << min(state.retries, 10), RETRY_LAST_MS)
+        retries = state.retries + 1
+    state = replace(state, reconcile_blocked=blocked, retry_at_ms=retry_at_ms, retries=retries)
+    return _proceed(_end_activity(state, failure, effects), now_ms, effects)
 
 
-def _on_tick(state: AgentState, event: Tick, effects: Effects) -> AgentState:
-    dump_ms = dump_at(state)
-    if dump_ms is not None and event.at_ms >= dump_ms:
-        state = ask_for_stacks(state, effects)
+def _on_tick(state: AgentState, event: events.Tick, effects: Effects) -> AgentState:
     activity = state.activity
-    if activity is not None and awaits_push(state) and event.at_ms >= activity.deadline_ms:
+    if activity is not None and state.awaits_push and event.at_ms >= activity.deadline_ms:
         state = _miss_push(state, activity, effects)
     elif activity is not None and not activity.overdue and event.at_ms >= activity.deadline_ms:
         if activity.trigger is not None:
@@ -312,97 +425,106 @@ def _on_tick(state: AgentState, event: Tick, effects: Effects) -> AgentState:
                 f"{state.engine.name} has not answered {call_name(activity.calls[0])} by the deadline. The call is not "
                 "cancelled; until it ends, nothing else is sent to this engine."
             )
-            message += stacks_clause(activity)
-            state = suppress_failed(state, activity.trigger.command, activity.before)
-            state = answer_command(state, activity.trigger, Failed(ErrorKind.ENGINE_TIMEOUT, message), effects)
-        state = replace(state, activity=replace(activity, overdue=True, before=None))
+            message = f"{message} {event.stacks}".rstrip()
+            state = suppress(state, activity.trigger.command, activity.before)
+            state = _answer(state, activity.trigger, Failed(ErrorKind.ENGINE_TIMEOUT, message), effects)
+        state = replace(state, activity=replace(activity, overdue=True, before=None, stacks=event.stacks))
     engine = apply_time(state.engine, state.settings.wedged_after_ms, event.at_ms)
     if engine is not state.engine:
         state = replace(state, engine=engine)
-    return proceed(state, event.at_ms, effects)
+    if state.reconcile_blocked and 0 < state.retry_at_ms <= event.at_ms:
+        state = replace(state, reconcile_blocked=False, retry_at_ms=0)
+    return _proceed(state, event.at_ms, effects)
 
 
 def _miss_push(state: AgentState, activity: Activity, effects: Effects) -> AgentState:
     """Fail a load whose weights the trainer did not push by the deadline, or not to this launch of the engine."""
     call = activity.calls[0]
-    wanted = call.source.label if isinstance(call, AwaitPush) else None
+    wanted = call.source.label if isinstance(call, events.AwaitPush) else None
     message = f"the trainer did not push the weights labelled {wanted!r} in time: the engine's label is "
     message += f"{state.engine.label!r}."
     if activity.trigger is not None:
-        state = suppress_failed(state, activity.trigger.command, activity.before)
+        state = suppress(state, activity.trigger.command, activity.before)
     failed = Failed(ErrorKind.ENGINE_TIMEOUT, with_engine_state(message, state.engine))
-    return end_wait(state, failed, effects)
+    return _end_activity(state, failed, effects)
 
 
 # --- joining, losing the bus, starting again --------------------------------------------------------------------------
 
 
-def _on_snapshot(state: AgentState, event: SnapshotReceived, effects: Effects) -> AgentState:
+def _on_head(state: AgentState, event: events.HeadSeen, effects: Effects) -> AgentState:
+    """Compare the position with the bus's. An agent that is in reach of its bus is the engine's one commander."""
+    after = rules.apply_head(state, event, effects)
+    if not after.changed_by_others or after.needs_snapshot or after.contested or event.epoch < after.epoch:
+        return after
+    return _proceed(replace(after, changed_by_others=False), event.at_ms, effects)
+
+
+def _on_snapshot(state: AgentState, event: events.SnapshotReceived, effects: Effects) -> AgentState:
     """Take the desired state of the snapshot, which stands for every command up to its position."""
-    if event.epoch < state.epoch or (event.epoch == state.history and event.seq < state.seq):
+    if event.epoch < state.epoch or (event.epoch == state.snapshot_epoch and event.seq < state.seq):
         return state
-    state = enter_epoch(state, event.epoch)
+    state = rules.enter_epoch(state, event.epoch)
     for queued in state.queue:
-        state = answer_command(state, queued, _SUPERSEDED, effects, rule=2)
+        state = _answer(state, queued, SUPERSEDED, effects, rule=2)
     activity = state.activity
     if activity is not None:
-        waited = awaits_push(state)
+        waited = state.awaits_push
         if activity.trigger is not None and not activity.overdue:
-            state = answer_command(state, activity.trigger, _SUPERSEDED, effects, rule=2)
+            state = _answer(state, activity.trigger, SUPERSEDED, effects, rule=2)
         activity = None if waited else replace(activity, trigger=None, calls=activity.calls[:1], before=None)
     state = replace(
         state,
-        history=event.epoch,
+        snapshot_epoch=event.epoch,
         seq=event.seq,
         desired=event.desired,
         suppressed=NOTHING_SUPPRESSED,
         engine=expect_push(state.engine, event.desired),
+        remembered=None,
         bus_lost=False,
+        changed_by_others=False,
+        relabelled=0,
         queue=(),
         reorder_buffer=tuple(buffered for buffered in state.reorder_buffer if buffered.seq > event.seq),
         resend_from=0,
         activity=activity,
         reconcile_blocked=False,
     )
-    return proceed(drain_buffer(state), event.at_ms, effects)
+    return _proceed(rules.drain_buffer(state), event.at_ms, effects)
 
 
-def _on_lease_expired(state: AgentState, event: LeaseExpired, effects: Effects) -> AgentState:
+def _on_lease_expired(state: AgentState, event: events.LeaseExpired, effects: Effects) -> AgentState:
     """Return to the committed weights, since the trainer is gone, and serve or pause, as the settings say.
 
-    No command is obeyed before the next snapshot.
+    An agent that was restarted without a bus returns to those that its last incarnation knew of. No command is obeyed
+    before the next snapshot.
     """
-    if not state.joined and state.settings.on_lost_bus == "serve":
+    if not state.joined and state.remembered is None and state.settings.on_lost_bus == "serve":
         return state
-    if awaits_push(state):
-        state = end_wait(state, _SUPERSEDED, effects)
-    if state.joined:
-        suppressed = replace(state.suppressed, generation=None)
-        state = replace(state, desired=orphaned(state.desired), suppressed=suppressed)
+    if state.awaits_push:
+        state = _end_activity(state, SUPERSEDED, effects)
+    if state.joined or state.remembered is not None:
+        desired = state.remembered.desired if state.remembered is not None else state.desired
+        suppressed = without_trainer(state.suppressed, desired)
+        state = replace(state, desired=orphaned(desired), suppressed=suppressed)
     state = replace(state, bus_lost=True, reconcile_blocked=False)
-    return proceed(state, event.at_ms, effects)
+    return _proceed(state, event.at_ms, effects)
 
 
-def _on_started(state: AgentState, event: Started, _: Effects) -> AgentState:
+def _on_started(state: AgentState, event: events.Started, _: Effects) -> AgentState:
     """Begin an incarnation. Commands that were received but not decided are forgotten; decisions are not.
 
     The engine is not called before it has been observed: it may have changed or been relaunched in the meantime.
     """
+    unseen = replace(state.engine, tokenizer="unknown", asleep_by_trainer=frozenset(), progress=None, seen=None)
     return AgentState(
         identity=event.identity,
         incarnation=event.incarnation,
         settings=event.settings,
         epoch=state.epoch,
         seq=state.seq,
-        engine=replace(
-            state.engine,
-            tokenizer="unknown",
-            memory=event.settings.memory,
-            released=frozenset(),
-            progress=None,
-            trouble=None,
-            seen=None,
-        ),
+        engine=replace(unseen, memory=event.settings.memory, trouble=None),
+        remembered=Remembered(state.desired, state.engine.instance) if state.joined else state.remembered,
         calls_made=state.calls_made,
         answers=state.answers,
         deferred_finish=state.deferred_finish,
@@ -410,53 +532,60 @@ def _on_started(state: AgentState, event: Started, _: Effects) -> AgentState:
     )
 
 
-def _on_observed(state: AgentState, event: EngineObserved, effects: Effects) -> AgentState:
+def _on_observed(state: AgentState, event: events.EngineObserved, effects: Effects) -> AgentState:
     """Correct what is believed about the engine. After a restart, first resolve the call that was cut off."""
     observation = event.observation
     if state.identity.mode is OBSERVED:
-        engine = _with_progress(only_observed(state.engine, observation), observation, event.at_ms)
-        return proceed(replace(state, engine=engine), event.at_ms, effects)
-    if state.interrupted is not None and observation.tokenizer != "unknown":
-        return _resolve_interruption(state, state.interrupted, event, effects)
-    engine = _with_progress(apply_observation(state.engine, observation), observation, event.at_ms)
+        engine = with_progress(only_observed(state.engine, observation), observation, event.at_ms)
+        return _proceed(replace(state, engine=engine), event.at_ms, effects)
+    resolved = _resolve_interruption(state, observation, effects)
+    if resolved is not state:
+        return _proceed(resolved, event.at_ms, effects)
+    engine = with_progress(apply_observation(state.engine, observation), observation, event.at_ms)
     restarted = relaunched(state.engine, engine)
-    state = replace(state, engine=engine, reconcile_blocked=state.reconcile_blocked and not restarted)
-    if restarted and state.activity is not None and awaits_push(state):
+    # After a restart, a snapshot is newer than what the last incarnation saw.
+    known = state.engine.tokenizer == "present" or (not state.joined and state.engine.instance is not None)
+    changed = known and changed_by_others(state.engine, engine, state.desired)
+    read_again = state.engine.tokenizer == "unknown" and engine.tokenizer != "unknown"  # so no retry has to wait
+    state = replace(
+        state,
+        engine=engine,
+        suppressed=on_another_launch(state.suppressed) if restarted else state.suppressed,
+        reconcile_blocked=state.reconcile_blocked and not (restarted or read_again),
+        changed_by_others=state.changed_by_others or changed,
+        relabelled=state.relabelled + (changed and engine.label_changed),
+    )
+    if restarted and state.activity is not None and state.awaits_push:
         state = _miss_push(state, state.activity, effects)
-    return proceed(state, event.at_ms, effects)
+    return _proceed(state, event.at_ms, effects)
 
 
-def _with_progress(engine: EngineState, observation: Observation, at_ms: int) -> EngineState:
-    progress = progress_after(engine.progress, observation, engine.generating, at_ms)
-    return engine if progress is engine.progress else replace(engine, progress=progress)
-
-
-def _resolve_interruption(
-    state: AgentState, interrupted: Activity, event: EngineObserved, effects: Effects
-) -> AgentState:
+def _resolve_interruption(state: AgentState, observation: events.Observation | None, effects: Effects) -> AgentState:
     """Answer the command whose call was cut off: it acted if the engine shows that its last call was done."""
-    call, trigger = interrupted.calls[0], interrupted.trigger
-    engine, done = apply_interruption(state.engine, call, event.observation)
+    interrupted = state.interrupted
+    if interrupted is None or observation is None or observation.tokenizer == "unknown":
+        return state
+    call, trigger = interrupted.calls[0], interrupted.trigger  # as for a call that was not answered
+    engine, done = apply_interruption(state.engine, call, observation)
     state = replace(state, engine=engine, interrupted=None)
     if trigger is not None and not interrupted.overdue:
         message = f"the agent was restarted during {call_name(call)}, and the engine can't tell whether it was done."
         outcome: Outcome = Failed(ErrorKind.UNKNOWN, with_engine_state(message, engine))
         if done and len(interrupted.calls) == 1:
             outcome = acted(engine, trigger.command, (*interrupted.completed, call_name(call)))
-        state = answer_command(state, trigger, outcome, effects)
-    return proceed(state, event.at_ms, effects)
+        state = _answer(state, trigger, outcome, effects)
+    return state
 
 
-REACTIONS: Final[dict[type[Event], Callable[[AgentState, Any, Effects], AgentState]]] = {
-    CommandReceived: _on_command,
-    EngineReturned: _on_returned,
-    HeadSeen: apply_head,
-    SnapshotReceived: _on_snapshot,
-    EngineObserved: _on_observed,
-    LeaseExpired: _on_lease_expired,
-    Tick: _on_tick,
-    Started: _on_started,
-    Stopping: _on_stopping,
-    StacksDumped: apply_stacks,
+REACTIONS: Final[dict[type[events.Event], Callable[[AgentState, Any, Effects], AgentState]]] = {
+    events.CommandReceived: _on_command,
+    events.EngineReturned: _on_returned,
+    events.HeadSeen: _on_head,
+    events.SnapshotReceived: _on_snapshot,
+    events.EngineObserved: _on_observed,
+    events.LeaseExpired: _on_lease_expired,
+    events.Tick: _on_tick,
+    events.Started: _on_started,
+    events.Stopping: _on_stopping,
 }
 """What each kind of event leads to. A dict: patterns of classes that do not match take as long as a whole function."""

@@ -14,14 +14,17 @@ from schemas.events import Observation
 from workers.machine.state import EngineState, Progress
 
 
-def progress_after(before: Progress | None, observation: Observation, generating: bool, at_ms: int) -> Progress | None:
-    """Return the progress of an engine after an observation."""
-    generated = observation.generated
-    if generated is None or not observation.running or not generating:
-        return None
-    if before is None or before.generated != generated:
-        return Progress(generated=generated, since_ms=at_ms)
-    return before if before.stalled else replace(before, stalled=True)
+def with_progress(engine: EngineState, observation: Observation, at_ms: int) -> EngineState:
+    """Return `engine` with the progress that an observation shows."""
+    before, generated = engine.progress, observation.generated
+    progress: Progress | None
+    if generated is None or not observation.running or not engine.generating:
+        progress = None
+    elif before is None or before.generated != generated:
+        progress = Progress(generated=generated, since_ms=at_ms)
+    else:
+        progress = before if before.stalled else replace(before, stalled=True)
+    return engine if progress is before else replace(engine, progress=progress)
 
 
 def wedged_at(engine: EngineState, wedged_after_ms: int) -> int | None:

@@ -1,9 +1,48 @@
 """Whether a replica may serve, and what is wrong with one that may not. Pure; heartbeats and the router go by it."""
 
-from schemas.identity import ROLLOUT
-from workers.machine.decide import in_sync
-from workers.machine.state import AgentState, call_name
+from schemas.commands import AdapterDrop, AdapterSync, durable_source
+from schemas.identity import OBSERVED, ROLLOUT, Operation
+from workers.machine.lora import NO_PAUSE, missing, plan_adapters
+from workers.machine.reconcile import is_stranded, may_serve, reconcile
+from workers.machine.state import PAUSE_AND_RESUME, AgentState, call_name
 from workers.machine.suppressed import still_desired
+from workers.machine.weights import holds_committed
+
+
+def in_sync(state: AgentState) -> bool:
+    """Whether the engine is as desired, with nothing under way. Only then is the replica ready for traffic."""
+    if not state.joined or state.needs_snapshot or _is_disturbed(state) or state.engine.lost:
+        return False
+    if state.identity.node_rank > 0:
+        return True
+    if state.identity.mode is OBSERVED:
+        return state.engine.tokenizer == "present"
+    desired, engine = still_desired(state.desired, state.suppressed), state.engine
+    held = holds_committed(desired, engine) or not state.identity.syncs
+    if not engine.operations >= PAUSE_AND_RESUME and not (held and may_serve(desired, engine, state.identity)):
+        return False  # it serves what is not desired, and can't be paused
+    committed = desired.committed
+    if committed is not None and durable_source(committed.source) is None and not held:
+        return False  # it missed a broadcast, and waits for the next sync
+    if engine.tokenizer != "present" or reconcile(desired, engine, state.identity):
+        return False
+    return not plan_adapters(desired, engine, state.suppressed.adapters)
+
+
+def _is_disturbed(state: AgentState) -> bool:
+    """Whether something is under way, or about to be, during which the replica may not serve."""
+    activity, queue = state.activity, state.queue
+    if activity is None and not queue:
+        return False
+    pausing = activity is not None and not isinstance(activity.calls[0], NO_PAUSE)
+    return pausing or not all(isinstance(queued.command, AdapterSync | AdapterDrop) for queued in queue)
+
+
+def out_of_service(state: AgentState) -> bool:
+    """Whether only a sync or a new incarnation can bring the replica back."""
+    remaining = still_desired(state.desired, state.suppressed)
+    dropped_out = state.desired.sync is not None and remaining.sync is None
+    return state.joined and (remaining.quarantined > 0 or dropped_out)
 
 
 def is_ready(state: AgentState) -> bool:
@@ -12,8 +51,12 @@ def is_ready(state: AgentState) -> bool:
         return False
     if state.identity.node_rank > 0 or state.identity.role != ROLLOUT:
         return True
+    if Operation.ADAPTERS in state.engine.operations:
+        lacking = (version.model for version in missing(state.desired, state.engine))
+        if not state.suppressed.adapters.issuperset(lacking):
+            return False  # also if the trainer has its memory, so that nothing can be loaded now
     quarantined = still_desired(state.desired, state.suppressed).quarantined
-    return state.engine.generating and quarantined == 0 and not is_wedged(state)
+    return bool(state.engine.generating) and quarantined == 0 and not is_wedged(state)
 
 
 def is_wedged(state: AgentState) -> bool:
@@ -24,9 +67,11 @@ def is_wedged(state: AgentState) -> bool:
 def trouble(state: AgentState) -> str:
     """Return what keeps the replica from serving, and what it waits for; empty if nothing but a command does."""
     suppressed = state.suppressed
+    if state.bus_lost and state.changed_by_others:
+        return "something else commands its engine, and its bus is out of reach; waits for the bus"
     if state.bus_lost:
         return "has heard nothing from its bus for a lease; waits for the bus"
-    if not state.joined or state.diverged:
+    if not state.joined or state.needs_snapshot:
         return "waits for the desired state from its bus"
     if found := _trouble_of_engine(state):
         return found
@@ -38,13 +83,36 @@ def trouble(state: AgentState) -> str:
         return "a resume failed; waits for another resume, or the next committed sync"
     if suppressed.asleep:
         return "a wake failed; waits for another wake"
+    if state.engine.stale_cache and state.engine.generating:
+        return "its cache holds prefixes of other weights, and requests still use it; waits until they have ended"
+    if state.reconcile_blocked and state.retry_at_ms:
+        return "a call that the agent made by itself failed; it is made again"
     if state.reconcile_blocked:
-        return "a call failed that nobody had commanded; waits for the next command"
-    return ""
+        return "a call that the agent made by itself failed; waits for the next command"
+    return _trouble_of_weights(state)
+
+
+def _trouble_of_weights(state: AgentState) -> str:
+    """What keeps the engine from the weights that it should serve."""
+    desired, engine = state.desired, state.engine
+    if state.identity.node_rank > 0 or not state.identity.syncs:
+        return ""
+    if is_stranded(desired, engine, state.identity):
+        missed = (
+            f"missed version {desired.version}, whose" if desired.version else "holds uncommitted weights, and its own"
+        )
+        return f"{missed} weights can't be read again; waits for the next sync"
+    if desired.sync is not None or Operation.LOAD in engine.operations or holds_committed(desired, engine):
+        return ""
+    wanted = desired.committed or desired.fallback
+    missing = f"version {wanted.version}" if wanted is not None else "the weights of its launch"
+    return f"{engine.name} can load no weights, and does not hold {missing}"
 
 
 def _trouble_of_engine(state: AgentState) -> str:
     engine, activity = state.engine, state.activity
+    if state.contested:
+        return "something else commands its engine and undoes what this agent does; waits for the next command"
     if engine.trouble is not None:
         return engine.trouble
     if engine.tokenizer == "unknown":
@@ -54,6 +122,11 @@ def _trouble_of_engine(state: AgentState) -> str:
         return f"{late}. {activity.stacks.rstrip('.')}" if activity.stacks else late
     if is_wedged(state):
         return f"{engine.name} is wedged: it runs requests and generates nothing"
-    if engine.foreign and state.desired.sync is None:
-        return f"its engine holds weights labelled {engine.label!r}, which nobody committed; waits for the next sync"
+    if engine.lost:
+        return f"a call to {engine.name} was not answered, and what it did is not known; waits for its relaunch"
+    if engine.torn and state.desired.sync is None and not engine.asleep:
+        return "the weights that its engine holds can't be trusted; waits for the next committed sync"
+    if state.weights_changed:
+        origin = "of which its agent has no record" if engine.version_label is None else "which were not committed"
+        return f"its engine holds weights labelled {engine.label!r}, {origin}; waits for the next sync"
     return ""

@@ -13,30 +13,45 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from schemas.commands import Checkpoint, Manifest, Pushed, durable_source
+from schemas.commands import Pushed, durable_source
 from schemas.desired import Committed, Desired, ProfileSession, Syncing
 from schemas.events import (
     AwaitPush,
     Call,
+    CheckProfile,
     CheckSource,
+    DiskCall,
     Flush,
     Load,
     Observe,
     Pause,
+    Restore,
     Resume,
     Sleep,
     StartProfile,
     StopProfile,
     Wake,
 )
-from schemas.identity import COLOCATED, Identity, Operation
+from schemas.identity import COLOCATED, OBSERVED, Identity, Operation
 from schemas.selection import trace_directory
-from workers.machine.state import EngineState
+from workers.machine.lora import NO_PAUSE, can_load, due, frozen, left, plan_adapters, postponed, with_unloads
+from workers.machine.state import PAUSE_AND_RESUME, AgentState, EngineState
+from workers.machine.suppressed import still_desired
+from workers.machine.weights import (
+    as_committed,
+    durable,
+    holds_committed,
+    holds_weights,
+    label_of,
+    wanted_weights,
+)
 
-PAUSE_AND_RESUME = frozenset({Operation.PAUSE, Operation.RESUME})
-"""An engine without these two keeps its weights and memory as they are: changing either needs a pause."""
-NEED_MEMORY = Load | Flush | Resume
+NEED_MEMORY = Load | Restore | Flush | Resume
 """Calls that would kill an engine whose memory is released."""
+HARMLESS = Pause | Resume | Flush | StopProfile | Observe
+"""Calls that may be made twice: one that failed is made again by itself."""
+NOT_REPEATED = CheckSource | Load | Restore | CheckProfile | StartProfile | DiskCall | NO_PAUSE
+"""Calls that only a command, or what it left to be desired, asks for again."""
 _RECONCILED = frozenset({Operation.SLEEP, Operation.WAKE, Operation.PROFILE, Operation.LOAD}) | PAUSE_AND_RESUME
 
 
@@ -78,7 +93,7 @@ class GenerationPlan(NamedTuple):
 
 
 def reconcile(
-    desired: Desired, engine: EngineState, identity: Identity, live: bool = False, fresh: bool = False
+    desired: Desired, engine: EngineState, identity: Identity, load_commanded: bool = False, just_observed: bool = False
 ) -> tuple[Call, ...]:
     """Return the engine calls that bring `engine` to `desired`, in the order in which they must be made.
 
@@ -86,22 +101,24 @@ def reconcile(
     loaded before the rest of the memory is woken; the cache is flushed only after the weights that made it stale were
     replaced.
 
-    `live` says that a load was just commanded. Only then does the trainer send or push weights; at any other time the
-    same weights must come from a durable source.
+    `load_commanded` says that a load was just commanded. Only then does the trainer send or push weights; at any
+    other time the same weights must come from a durable source.
 
-    After a sync of pushed weights that did not load, nobody here knows what the trainer did to the engine; nor does
-    anybody where the trainer releases memory. Then the engine is observed first, and the other calls are planned again
-    from what that shows. `fresh` says that it was just observed.
+    After a sync of pushed weights that did not load, it is not known here what the trainer did to the engine; nor is it
+    where the trainer releases memory. Then the engine is observed first, and the other calls are planned again
+    from what that shows. `just_observed` says that it was just observed.
     """
     if _serves_what_is_desired(desired, engine):
         return ()
-    if engine.unread and desired.sync is None and not desired.quarantined:
+    if engine.lost:
+        return plan_session(attainable(desired, engine), engine, identity).close
+    if engine.maybe_pushed and desired.sync is None and not desired.quarantined:
         return (Observe(),)
     desired = attainable(desired, engine)
     session = plan_session(desired, engine, identity)
-    weights = plan_weights(desired, engine, identity, live)
+    weights = plan_weights(desired, engine, identity, load_commanded)
     memory = plan_memory(desired, engine, identity, loading=bool(weights.load))
-    generation = plan_generation(desired, engine, weights, releasing=bool(memory.release))
+    generation = plan_generation(desired, engine, identity, weights, releasing=bool(memory.release))
     calls = (
         *session.close,
         *weights.check,
@@ -114,28 +131,86 @@ def reconcile(
         *generation.resume,
         *session.open,
     )
-    if engine.memory == "trainer" and not fresh and any(isinstance(call, NEED_MEMORY) for call in calls):
+    if engine.memory == "trainer" and not just_observed and any(isinstance(call, NEED_MEMORY) for call in calls):
         return (Observe(),)
     return calls
 
 
+def own_calls(state: AgentState) -> tuple[Call, ...]:
+    """Return the calls that an idle machine makes by itself. One that only observes makes none, whatever it saw."""
+    if state.identity.mode is OBSERVED:
+        return ()
+    if state.deferred_finish is not None and state.informed:
+        return (state.deferred_finish,)
+    if not may_call(state):
+        return ()
+    # Of an engine whose state is not known too: a pause that does no harm if it is paused already is made all the same.
+    engine = state.engine
+    harmless = engine.generating or (engine.generating is None and Operation.PAUSE in engine.idempotent)
+    pausing = state.waits_paused and harmless and engine.operations >= PAUSE_AND_RESUME
+    pause = (Pause("abort"),) if pausing else ()
+    if not state.informed:  # nothing is known to be desired
+        return pause
+    desired = still_desired(state.desired, state.suppressed)
+    if state.waits_paused:
+        desired = replace(desired, generation="paused")
+    calls = reconcile(desired, engine, state.identity)
+    if engine.lost:
+        return (*calls, *pause)
+    if calls or state.bus_lost:  # then another agent may command its engine, by what is committed now
+        return calls
+    return plan_adapters(desired, engine, state.suppressed.adapters)
+
+
+def may_call(state: AgentState) -> bool:
+    """Return whether the machine may call the engine by itself now."""
+    engine = state.engine
+    if state.reconcile_blocked or state.changed_by_others or state.identity.node_rank > 0:
+        return False
+    # Of memory that the trainer released: a call could kill the engine, and the trainer is at work on it.
+    return engine.tokenizer == "present" and not engine.asleep_by_trainer
+
+
+def unloads_now(state: AgentState, now_ms: int) -> tuple[AgentState, tuple[Call, ...]]:
+    """Return the call of an idle machine that unloads a version of an adapter, if it is time; else when it will be.
+
+    An engine may take long to unload what requests still use, or for ever while it is paused. So this is the last thing
+    that a machine does, and a command needs no unload.
+
+    Args:
+        state: Before.
+        now_ms: The moment.
+    """
+    primary = state.identity.node_rank == 0
+    leftover = left(state.desired, state.engine) if state.informed and primary and not state.bus_lost else ()
+    if not (leftover or state.unloads):
+        return state, ()
+    unloads = with_unloads(state.unloads, leftover, now_ms, state.settings.adapter_grace_ms)
+    calls = due(unloads, now_ms)
+    if calls and may_call(state) and can_load(state.engine) and state.engine.generating is True:
+        return replace(state, unloads=unloads), calls[:1]
+    if state.engine.generating is not True and calls:
+        return replace(state, unloads=frozen(unloads, now_ms, state.settings.adapter_grace_ms)), ()
+    return replace(state, unloads=postponed(unloads, [call.model for call in calls], now_ms)), ()
+
+
 def lacks_memory(call: Call, engine: EngineState) -> bool:
     """Whether the call would kill the engine, because the trainer has released memory that it needs."""
-    if isinstance(call, Load):
-        return "weights" in engine.released
-    return bool(engine.released) and isinstance(call, NEED_MEMORY)
+    if isinstance(call, Load | Restore):
+        return "weights" in engine.asleep_by_trainer
+    return bool(engine.asleep_by_trainer) and isinstance(call, NEED_MEMORY)
 
 
 def _serves_what_is_desired(desired: Desired, engine: EngineState) -> bool:
     """Recognize the usual case fast: it serves the committed weights, and nothing else is desired."""
     return (
-        engine.generating
+        engine.generating is True
         and desired.generation == "running"
         and desired.sync is None
         and not (desired.asleep or desired.quarantined)
         and desired.profile is None
         and engine.session is None
-        and not (engine.stale_cache or engine.asleep)
+        and not (engine.stale_cache or engine.asleep or engine.unknown)
         and (engine.loaded is None or engine.loaded == desired.committed)
         and holds_committed(desired, engine)
     )
@@ -158,7 +233,7 @@ def attainable(desired: Desired, engine: EngineState) -> Desired:
 def plan_session(desired: Desired, engine: EngineState, identity: Identity) -> SessionPlan:
     """Close a session that is not desired, and open the desired one unless it is open."""
     current, wanted = engine.session, desired.profile
-    if current is not None and wanted is not None and current.step == wanted.step:
+    if current is not None and wanted is not None and current.step == wanted.step and not engine.closing:
         return SessionPlan()
     return SessionPlan(
         close=() if current is None else (StopProfile(current, _directory(current, identity)),),
@@ -166,15 +241,17 @@ def plan_session(desired: Desired, engine: EngineState, identity: Identity) -> S
     )
 
 
-def plan_weights(desired: Desired, engine: EngineState, identity: Identity, live: bool) -> WeightsPlan:
+def plan_weights(desired: Desired, engine: EngineState, identity: Identity, load_commanded: bool) -> WeightsPlan:
     """Check the source of a sync that is prepared; load weights that are wanted and not held."""
     wanted = wanted_weights(desired, identity)
     # Until the trainer wakes the memory of weights, none are loaded, and the engine can't serve either.
-    if wanted is not None and (_is_held(engine, wanted, live) or "weights" in desired.asleep):
+    if wanted is not None and ("weights" in desired.asleep or _needs_none(desired, engine, wanted, load_commanded)):
         wanted = None
     can_load = Operation.LOAD in engine.operations
     preparing = desired.sync if desired.sync is not None and desired.sync.phase == "prepare" else None
-    load = None if wanted is None or not can_load else _load_of(as_committed(wanted), live)
+    if goes_back(desired, engine, identity):
+        return WeightsPlan(load=(Restore(engine.launched_from or ""),)) if can_load else WeightsPlan(unreachable=True)
+    load = None if wanted is None or not can_load else _load_of(as_committed(wanted), load_commanded)
     unchecked: Syncing | Load | AwaitPush | None = preparing if can_load and preparing is not None else load
     check: tuple[Call, ...] = ()
     if (
@@ -188,20 +265,33 @@ def plan_weights(desired: Desired, engine: EngineState, identity: Identity, live
     return WeightsPlan(check, load=(load,))
 
 
-def _load_of(wanted: Committed, live: bool) -> Load | AwaitPush | None:
+def _needs_none(desired: Desired, engine: EngineState, weights: Committed | Syncing, load_commanded: bool) -> bool:
+    """Whether nothing has to be loaded. A label alone is not enough for a load that was just commanded: a sync that was
+    aborted may have used the same version for other weights.
+    """
+    if desired.sync is None:
+        return holds_committed(desired, engine)
+    only_label = engine.loaded is None or engine.loaded.version != engine.version
+    return holds_weights(engine, weights) and not (load_commanded and only_label)
+
+
+def _load_of(wanted: Committed, load_commanded: bool) -> Load | AwaitPush | None:
     """Return the call that brings these weights; None if there is none before the next sync."""
-    source = wanted.source if live else durable_source(wanted.source)
+    source = wanted.source if load_commanded else durable_source(wanted.source)
     if isinstance(source, Pushed):
         return AwaitPush(wanted.version, source, wanted.manifest)
     return None if source is None else Load(wanted.version, source, wanted.manifest, label_of(wanted) or "")
 
 
 def plan_memory(desired: Desired, engine: EngineState, identity: Identity, loading: bool) -> MemoryPlan:
-    """Wake what should be awake, and release what should be asleep. `loading` says that weights are loaded as well."""
-    waking, releasing = engine.asleep - desired.asleep, desired.asleep - engine.asleep
+    """Wake what should be awake, and release what should be asleep. `loading` says that weights are loaded as well.
+
+    What may be either is asked for again, one region at a time: together with another one it could be ignored.
+    """
+    waking, releasing = (engine.asleep | engine.unknown) - desired.asleep, desired.asleep - engine.asleep
     if not (waking or releasing):
         return MemoryPlan()
-    first = waking & {"weights"} if loading and len(waking) > 1 else waking
+    first = waking & {"weights"} if (loading or engine.unknown) and len(waking) > 1 else waking
     rest = waking - first
     # A replica that never syncs could not load its weights again.
     discard = desired.discard and "weights" in releasing and identity.mode is not COLOCATED
@@ -212,15 +302,22 @@ def plan_memory(desired: Desired, engine: EngineState, identity: Identity, loadi
     )
 
 
-def plan_generation(desired: Desired, engine: EngineState, weights: WeightsPlan, releasing: bool) -> GenerationPlan:
-    """Pause for a load, for a release and while the engine must not serve; flush a stale cache; resume at the end."""
+def plan_generation(
+    desired: Desired, engine: EngineState, identity: Identity, weights: WeightsPlan, releasing: bool
+) -> GenerationPlan:
+    """Pause for a load, for a release and while the engine must not serve; flush a stale cache; resume at the end.
+
+    Frozen requests are computed anew after the flush, and go on with the new weights alone. An engine that can't do
+    that refuses the flush until they have ended: there it comes after the resume, at the first moment without requests.
+    """
     sync = desired.sync
     pausable = engine.operations >= PAUSE_AND_RESUME
-    serving = may_serve(desired, engine) and not weights.unreachable
-    pausing = pausable and engine.generating and (not serving or bool(weights.load) or releasing)
+    serving = may_serve(desired, engine, identity) and not weights.unreachable
+    pausing = pausable and engine.generating is not False and (not serving or bool(weights.load) or releasing)
     mode = sync.in_flight if sync is not None else desired.pause_mode
-    requests_kept = engine.requests_kept or (pausing and mode == "keep")
-    stale = (engine.stale_cache or bool(weights.load)) and not requests_kept
+    frozen = engine.requests_kept and engine.generating is not True  # else a resume whose answer was lost was made
+    requests_kept = frozen or (pausing and mode == "keep")
+    stale = (engine.stale_cache or bool(weights.load)) and (engine.recomputes or not requests_kept)
     flushing = stale and serving and sync is None and "kv_cache" not in desired.asleep
     resuming = pausable and serving and (pausing or not engine.generating)
     return GenerationPlan(
@@ -234,103 +331,36 @@ def _directory(session: ProfileSession, identity: Identity) -> str:
     return trace_directory(session.step, session.plan, identity)
 
 
-# --- weights: which are wanted, which are held ------------------------------------------------------------------------
+# --- what an engine may serve -----------------------------------------------------------------------------------------
 
 
-def wanted_weights(desired: Desired, identity: Identity) -> Committed | Syncing | None:
-    """Return the weights that the engine should hold now, or None if it should keep what it has."""
-    if identity.mode is COLOCATED:
-        return None
-    if desired.sync is not None:  # also for a replica in quarantine: a sync is its way back
-        return desired.sync if desired.sync.phase == "load" else None
-    return desired.committed if desired.quarantined == 0 else None
+def may_serve(desired: Desired, engine: EngineState, identity: Identity) -> bool:
+    """Whether the engine may generate once everything that `desired` asks for is done.
 
-
-def as_committed(weights: Committed | Syncing | CheckSource | Load | AwaitPush) -> Committed:
-    """Return what identifies weights: version, source and manifest."""
-    if isinstance(weights, Committed):
-        return weights
-    if isinstance(weights, Load) and weights.label and isinstance(weights.source, Checkpoint):
-        return Committed(weights.version, Pushed(weights.label, weights.source.path), weights.manifest)
-    return Committed(weights.version, weights.source, weights.manifest)
-
-
-def label_of(weights: Committed) -> str | None:
-    """Return the label that the trainer gave to weights that it pushes; None for others."""
-    return weights.source.label if isinstance(weights.source, Pushed) else None
-
-
-def durable(weights: Committed) -> Committed | None:
-    """Return the same weights with a source that can be read at any time; None if there is none."""
-    source = durable_source(weights.source)
-    return Committed(weights.version, source, weights.manifest) if source is not None else None
-
-
-def _is_held(engine: EngineState, weights: Committed | Syncing, live: bool) -> bool:
-    """Whether nothing has to be loaded. A label alone is not enough for a load that was just commanded: a sync that was
-    aborted may have used the same version for other weights.
+    An engine that holds uncommitted or torn weights must not, if nothing was committed that it could go back to. One
+    that never syncs holds what it was given.
     """
-    only_label = engine.loaded is None or engine.loaded.version != engine.version
-    return holds_weights(engine, weights) and not (live and only_label)
+    returns = engine.launched_from is not None and desired.fallback is None
+    lost = desired.committed is None and not (returns or holds_committed(desired, engine))
+    return desired.serving and not (lost and identity.syncs)
 
 
-def holds_weights(engine: EngineState, weights: Committed | Syncing) -> bool:
-    """Whether the engine holds these weights, as far as anybody knows.
-
-    The number of a label proves a version only where agents set the labels. A trainer that pushes has its own.
-    """
-    if not _is_known(engine) or engine.version != weights.version:
+def goes_back(desired: Desired, engine: EngineState, identity: Identity) -> bool:
+    """Whether the engine goes back to the weights of its launch: a sync failed before anything was committed."""
+    if identity.mode is COLOCATED or engine.launched_from is None or desired.sync is not None or desired.quarantined:
         return False
-    loaded, wanted = engine.loaded, as_committed(weights)
-    if loaded is None or loaded.version != engine.version:
-        return label_of(wanted) is None
-    return loaded in (wanted, durable(wanted))
-
-
-def _is_known(engine: EngineState) -> bool:
-    """Whether the engine holds the weights of `version`."""
-    return not (engine.torn or engine.unread) and engine.label == engine.version_label
-
-
-def adopt_pushed(engine: EngineState, desired: Desired, identity: Identity) -> EngineState:
-    """Return `engine` with the version of the wanted weights if their label shows that the trainer pushed them."""
-    if engine.label is None or (engine.unread and desired.sync is None) or (engine.torn and not engine.foreign):
-        return engine
-    wanted = wanted_weights(desired, identity)
-    if wanted is None or label_of(pushed := as_committed(wanted)) != engine.label or engine.loaded == pushed:
-        return engine
-    if differs(engine.digest, pushed.manifest):
-        return engine
-    return replace(engine, version=pushed.version, version_label=engine.label, loaded=pushed, torn=False, unread=False)
-
-
-def differs(digest: str | None, manifest: Manifest | None) -> bool:
-    """Whether weights are not those that the manifest announced, where both digests are of the weights' bytes."""
-    content = manifest.content if manifest is not None else None
-    return content is not None and digest is not None and digest != content and ":" not in digest
+    if not engine.operations >= PAUSE_AND_RESUME:
+        return False
+    nothing = desired.committed is None and desired.fallback is None
+    return nothing and "weights" not in desired.asleep and not holds_committed(desired, engine)
 
 
 def is_stranded(desired: Desired, engine: EngineState, identity: Identity) -> bool:
     """Whether the engine can't get back to weights that it may serve before the next sync."""
-    if identity.mode is COLOCATED or desired.sync is not None or desired.quarantined or engine.unread:
+    if identity.mode is COLOCATED or desired.sync is not None or desired.quarantined or engine.maybe_pushed:
         return False
     # Weights wait for their memory only where a command releases it: nothing wakes what this engine can't put to sleep.
     if holds_committed(desired, engine) or "weights" in attainable(desired, engine).asleep:
         return False
-    return desired.committed is None or durable(desired.committed) is None
-
-
-def holds_committed(desired: Desired, engine: EngineState) -> bool:
-    """Whether the engine holds the committed weights, or those it was launched with if nothing was committed."""
-    if desired.committed is None:
-        return engine.version == 0 and _is_known(engine)
-    return holds_weights(engine, desired.committed)
-
-
-def may_serve(desired: Desired, engine: EngineState) -> bool:
-    """Whether the engine may generate once everything that `desired` asks for is done.
-
-    An engine that holds uncommitted or torn weights must not, if nothing was committed that it could go back to.
-    """
-    lost = desired.committed is None and not holds_committed(desired, engine)
-    return desired.serving and not lost
+    wanted = desired.committed or desired.fallback
+    return engine.launched_from is None if wanted is None else durable(wanted) is None

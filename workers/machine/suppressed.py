@@ -7,13 +7,31 @@ arrives.
 
 from msgspec.structs import replace
 
-from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, UnknownCommand, WeightSync
+from schemas.commands import (
+    AdapterSync,
+    Command,
+    EngineCommand,
+    EpochStart,
+    ProfileCommand,
+    UnknownCommand,
+    WeightSync,
+)
 from schemas.desired import ALL_TAGS, Desired, requested_session
-from schemas.events import AwaitPush, Call, CheckSource, Load, StartProfile
+from schemas.events import (
+    AwaitPush,
+    Call,
+    CheckAdapter,
+    CheckSource,
+    Load,
+    LoadAdapter,
+    Restore,
+    StartProfile,
+    UnloadAdapter,
+)
 from schemas.identity import Identity
-from workers.machine.commands import is_open
-from workers.machine.reconcile import holds_committed
-from workers.machine.state import NOTHING_SUPPRESSED, EngineState, Suppressed
+from workers.machine.lora import name_of
+from workers.machine.state import NOTHING_SUPPRESSED, AgentState, EngineState, Suppressed
+from workers.machine.weights import holds_committed
 
 
 def still_desired(desired: Desired, suppressed: Suppressed) -> Desired:
@@ -45,12 +63,31 @@ def clear_suppressed(
             return replace(suppressed, session=False) if stopped or requested else suppressed
         case EngineCommand() if before.sync is None:
             return _clear_engine(suppressed, command)
+        case AdapterSync(phase="prepare"):  # older versions of the same adapter get another chance too
+            others = (model for model in suppressed.adapters if name_of(model) != command.adapter.name)
+            return replace(suppressed, adapters=frozenset(others))
+        case AdapterSync():
+            return replace(suppressed, adapters=suppressed.adapters - {command.adapter.model})
         case EpochStart():
-            return Suppressed(quarantined=suppressed.quarantined)
+            return Suppressed(quarantined=_of_committed(suppressed, before))
         case WeightSync() if command.version > before.version and command.phase != "load":
             return _clear_sync(suppressed, command)
         case _:
             return suppressed
+
+
+def without_trainer(suppressed: Suppressed, desired: Desired) -> Suppressed:
+    """Return what stays suppressed when the lease expires: a quarantine ends with the sync that it belongs to."""
+    return replace(suppressed, generation=None, quarantined=_of_committed(suppressed, desired))
+
+
+def on_another_launch(suppressed: Suppressed) -> Suppressed:
+    """Return what stays suppressed when the engine was launched again, perhaps with room for other adapters."""
+    return replace(suppressed, adapters=frozenset()) if suppressed.adapters else suppressed
+
+
+def _of_committed(suppressed: Suppressed, desired: Desired) -> int:
+    return suppressed.quarantined if suppressed.quarantined <= desired.version else 0
 
 
 def _clear_engine(suppressed: Suppressed, command: EngineCommand) -> Suppressed:
@@ -65,9 +102,11 @@ def _clear_engine(suppressed: Suppressed, command: EngineCommand) -> Suppressed:
 
 
 def _clear_sync(suppressed: Suppressed, command: WeightSync) -> Suppressed:
-    """A sync asks every replica to take part; its end lifts a quarantine, and resumes where a resume failed before."""
+    """A sync asks every replica to take part, also with memory that a failed wake has left asleep: perhaps its weights
+    could not be loaded. The end of a sync lifts a quarantine, and resumes where a resume failed before.
+    """
     if command.phase == "prepare":
-        return replace(suppressed, sync=0)
+        return replace(suppressed, sync=0, asleep=frozenset())
     lifted = command.phase == "commit" or command.version == suppressed.quarantined
     return replace(
         suppressed,
@@ -77,25 +116,31 @@ def _clear_sync(suppressed: Suppressed, command: WeightSync) -> Suppressed:
     )
 
 
-def suppress(
+def suppress(state: AgentState, failed: Command | UnknownCommand | Call, before: Desired | None = None) -> AgentState:
+    """Give up what a command, or a call that no command had asked for, did not bring about.
+
+    What failed is not tried again until a command asks for it.
+
+    A replica that refused to prepare, or found so when it joined, was not touched, and continues as before the sync
+    until others load. One that does not load is quarantined: otherwise it could serve weights that were never
+    committed, or go on with the old ones when others serve the new.
+
+    Args:
+        state: The state after it failed.
+        failed: The command or call.
+        before: What was still desired before an engine command, or a sync; that is pursued again.
+    """
+    remaining = still_desired(state.desired, state.suppressed)
+    return replace(state, suppressed=_after_failure(state.suppressed, failed, before, remaining, state.engine))
+
+
+def _after_failure(
     suppressed: Suppressed,
     failed: Command | UnknownCommand | Call,
     before: Desired | None,
     remaining: Desired,
     engine: EngineState,
 ) -> Suppressed:
-    """Return what is suppressed after the failure of a command, or of a call that no command had asked for.
-
-    What failed is not tried again until a command asks for it.
-
-    A replica that refused to prepare was not touched, and continues as before the sync. One that did not load is
-    quarantined: otherwise it could serve weights that were never committed.
-
-    Args:
-        before: What was still desired before an engine command; that is pursued again.
-        remaining: What was still desired when it failed.
-        engine: The engine afterwards.
-    """
     match failed:
         case ProfileCommand(action="start"):
             return _suppress_session(suppressed, failed.step, remaining, engine)
@@ -109,8 +154,17 @@ def suppress(
                 asleep=suppressed.asleep | (before.asleep - remaining.asleep),
             )
         case WeightSync(phase="prepare"):
-            return replace(suppressed, sync=failed.version)
-        case WeightSync() | CheckSource() | Load() | AwaitPush():
+            asleep = before.asleep - remaining.asleep if before is not None else frozenset()
+            return replace(suppressed, sync=failed.version, asleep=suppressed.asleep | asleep)
+        case CheckSource() if remaining.sync is not None and remaining.sync.phase == "prepare":
+            return replace(suppressed, sync=remaining.sync.version)
+        case AdapterSync() | CheckAdapter() | LoadAdapter():
+            return replace(suppressed, adapters=suppressed.adapters | {failed.adapter.model})
+        case UnloadAdapter():  # of another adapter under the name of one that is wanted
+            return replace(suppressed, adapters=suppressed.adapters | {failed.model})
+        case WeightSync(phase="load") if remaining.sync is None:
+            return replace(suppressed, quarantined=suppressed.quarantined or failed.version)
+        case WeightSync() | CheckSource() | Load() | Restore() | AwaitPush():
             earlier = suppressed.quarantined  # the abort of this sync must not lift an older quarantine
             if remaining.sync is not None:
                 version = remaining.sync.version
@@ -125,4 +179,4 @@ def suppress(
 def _suppress_session(suppressed: Suppressed, step: int, remaining: Desired, engine: EngineState) -> Suppressed:
     """Give up the session of this step, unless it is open already or another one is desired by now."""
     wanted = remaining.profile is not None and remaining.profile.step == step
-    return replace(suppressed, session=True) if wanted and not is_open(step, engine) else suppressed
+    return replace(suppressed, session=True) if wanted and not engine.may_profile(step) else suppressed

@@ -59,6 +59,9 @@ class NsysRecorder(Recorder):
 
     A discrete plan has a range around each outermost stage, any other has one from the first stage to the stop. Stages
     are NVTX ranges. nsys writes its report by itself, so a stop lists no trace.
+
+    A stop does nothing on a thread that has no CUDA context yet, as that of the agent (CUDA 13.0, driver 580). Waiting
+    for the GPU makes one.
     """
 
     _device: int | None = None  # the device with the open range
@@ -83,4 +86,5 @@ class NsysRecorder(Recorder):
         device, self._device = self._device, None
         if device is not None:
             with torch.cuda.device(device):  # on another thread the default is device 0, which may not be this rank's
+                torch.cuda.synchronize()
                 torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]

@@ -95,13 +95,15 @@ def make_profiler(plan: ProfilePlan) -> _KinetoProfile:
     activities = [ProfilerActivity.CPU]  # spans are recorded on the CPU
     if "cuda" in plan.activities:
         activities.append(ProfilerActivity.CUDA)
-    return _KinetoProfile(
+    profiler = _KinetoProfile(
         activities=activities,
         record_shapes=plan.record_shapes,
         with_stack=plan.with_stack or plan.with_modules,  # stacks name the modules of eager code
         with_modules=plan.with_modules,
         profile_memory="memory" in plan.activities,
     )
+    profiler.acc_events = True  # or torch 2.11 warns of cycles, and where warnings are errors the stage is lost
+    return profiler
 
 
 def release() -> None:
@@ -138,6 +140,8 @@ def prepare(profiler: _KinetoProfile) -> None:
     _end_spans()
     _steps_before[:] = _open_steps()
     profiler.prepare_trace()
+    if profiler.profiler is not None:
+        profiler.profiler.acc_events = False  # or a stop parses every event
     torch.autograd.profiler._set_is_profiler_enabled(_OURS)
 
 

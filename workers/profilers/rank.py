@@ -12,14 +12,14 @@ import anyio
 import msgspec
 from anyio.from_thread import BlockingPortal
 
-from schemas.carriers.keys import PeerKeys, StrPath
-from schemas.config import AgentConfig
+from schemas.config import AgentConfig, within_bounds
 from schemas.errors import ConfigError, RolloutctlError
 from schemas.identity import ROLLOUT, Identity
 from schemas.logs import logger_of
 from schemas.outcomes import Reason
-from schemas.profiler.config import ProfilerConfig, checked
+from schemas.profiler.config import ProfilerConfig
 from schemas.selection import profile_skip_reason
+from schemas.transport.keys import PeerKeys, StrPath
 from workers.agent import Agent
 from workers.profilers.session import RankProfiler
 from workers.profilers.stages import Stage
@@ -75,7 +75,7 @@ class TrainingRank:
         model: object | None = None,
     ) -> None:
         self.identity = _identity(role, rank, world_size)
-        profiler = checked(profiler or ProfilerConfig())
+        profiler = within_bounds(profiler or ProfilerConfig())
         root = traces if traces is not None else profiler.save_path
         if not root:
             raise ConfigError("traces: a training rank needs a directory for them, or `save_path` in its configuration")
@@ -119,7 +119,7 @@ class TrainingRank:
         if thread is None or self._pid != os.getpid():
             return
         atexit.unregister(self.close)
-        self.profiler.release()
+        self.profiler.stop_waiting()
         if thread.is_alive():
             with suppress(RuntimeError):  # its loop may have ended just now
                 self._portal.start_task_soon(self._serving.cancel)
@@ -159,7 +159,13 @@ class TrainingRank:
     # --- called by the training code ----------------------------------------------------------------------------------
 
     def annotate(self, stage: str, *, scheduled: bool = False, model: object | None = None) -> Stage:
-        """Mark a stage of this rank, as a decorator or with `with`; see `workers.profilers.annotate`."""
+        """Mark a stage of this rank, as a decorator or with `with`; see `workers.profilers.annotate`.
+
+        Args:
+            stage: Name of the stage.
+            scheduled: As in `annotate`.
+            model: As in `annotate`.
+        """
         return Stage(stage, None, scheduled, model, self.profiler)
 
     def mini_batch(self) -> None:

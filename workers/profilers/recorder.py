@@ -14,10 +14,10 @@ from schemas.desired import ProfileSession
 from schemas.errors import EngineError
 from schemas.events import Returned
 from schemas.identity import Identity
-from workers.traces.node import describe_trace, listed
+from workers.traces.node import describe_trace, first_listed
 
 WHOLE: Final = "e2e"
-"""Stands for the stage in the name of a trace from start to stop."""
+"""Stands for the stage in the names of traces that are not discrete."""
 STAGE_CHARS_MAX: Final = 100
 """Most characters of a stage in a file name, which has at most 255 bytes."""
 _UNSAFE: Final = re.compile(r"[^0-9A-Za-z.=+_-]+")
@@ -43,7 +43,7 @@ class SessionFiles:
         self._root, self._verl = root, session.plan.layout != "step"
 
     def reserve(self, stage: str, mini_batches: tuple[int, int] | None = None) -> Path:
-        """Create an empty file under a free name, so that nobody else takes the name.
+        """Create an empty file under a free name, so that no other process takes the name.
 
         Args:
             stage: The stage that the trace holds, or `WHOLE`.
@@ -67,7 +67,7 @@ class SessionFiles:
 
     def describe(self, files: Iterable[Path]) -> Returned:
         """Describe files in the order of their names, as many as one outcome lists."""
-        traces = tuple(describe_trace(file, self._root, self.rank) for file in listed(sorted(files)))
+        traces = tuple(describe_trace(file, self._root, self.rank) for file in first_listed(sorted(files)))
         return Returned(traces=traces, ranks_without_trace=() if traces else (self.rank,))
 
     @property

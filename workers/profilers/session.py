@@ -12,11 +12,11 @@ from typing import Final, TypeVar
 
 from anyio import CancelScope
 
-from schemas.errors import EngineError, UnsupportedError
+from schemas.errors import EngineError, RefusedError, UnsupportedError
 from schemas.events import CheckProfile, EngineCall, Observation, Returned, StartProfile, StopProfile
 from schemas.identity import Identity, Operation
 from schemas.logs import logger_of
-from workers import background
+from schemas.transport import background
 from workers.profilers.recorder import Recorder, SessionFiles, reason
 from workers.profilers.stages import Stage, add_listener, remove_listener
 from workers.profilers.tools import make_recorder, require_supported, torch_version
@@ -113,7 +113,7 @@ class RankProfiler:
 
     async def close(self) -> None:
         """End an open session at once; what it recorded is written."""
-        self.release()
+        self.stop_waiting()
         await self.end()
 
     async def end(self) -> None:
@@ -124,7 +124,7 @@ class RankProfiler:
             except EngineError as error:
                 logger.warning("%s: %s", self.identity.agent, error)
 
-    def release(self) -> None:
+    def stop_waiting(self) -> None:
         """Stop waiting for stages, because this rank ends. What this thread records ends here."""
         with self._changed:
             self._released = True
@@ -139,10 +139,10 @@ class RankProfiler:
         plan = call.session.plan
         require_supported(plan)
         if self._session is not None or self._released:
-            raise EngineError("the profile was not started: this rank has a session open, or is ending.")
+            raise RefusedError("the profile was not started: this rank has a session open, or is ending.")
         directory = (self._traces / call.directory).resolve()
         if not directory.is_relative_to(self._traces):
-            raise EngineError(f"the profile was not started: {call.directory} is outside of the traces root.")
+            raise RefusedError(f"the profile was not started: {call.directory} is outside of the traces root.")
         if plan.layout == "step":
             make_fresh(directory)
         else:
@@ -252,5 +252,5 @@ async def _in_daemon_thread(work: Callable[[], T]) -> T:
     """Run `work`, which may wait for the thread that trains, in a thread that the end of the process won't wait for."""
     call = background.begin(work, "rolloutctl-profiler", daemon=True)
     with CancelScope(shield=True):
-        await background.completes(call)
+        await background.done_within(call)
     return call.result()

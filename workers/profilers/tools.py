@@ -14,6 +14,7 @@ from workers.limits import Limit, require_recordable
 from workers.profilers.ascend_tools import NpuRecorder, PrecisionRecorder
 from workers.profilers.recorder import Recorder, SessionFiles
 
+TORCH_EXTRA: Final = "install rolloutctl with its extra `torch` (docs/installation.md)"
 OLDEST_TORCH: Final = (2, 6)
 
 
@@ -65,7 +66,7 @@ def _limits(plan: ProfilePlan) -> Iterator[Limit]:
 
 
 def _torch_limits(plan: ProfilePlan) -> Iterator[Limit]:
-    yield _import_limit("torch", "'rolloutctl[torch]'")
+    yield _import_limit("torch", TORCH_EXTRA)
     installed = torch_version()
     yield Limit(
         tuple(int(part) for part in installed.split(".")[:2]) < OLDEST_TORCH,
@@ -83,27 +84,27 @@ def _torch_tool_limits(plan: ProfilePlan) -> Iterator[Limit]:
     yield Limit("npu" in plan.activities, "activity npu", "tool npu records it")
     yield from (_cuda_limits if "cuda" in plan.activities else _torch_limits)(plan)
     # torch's profiler imports it at its first start, which takes seconds that a training step does not have.
-    yield _import_limit("torch._inductor.config", "'rolloutctl[torch]'")
+    yield _import_limit("torch._inductor.config", TORCH_EXTRA)
 
 
 def _npu_limits(plan: ProfilePlan) -> Iterator[Limit]:
-    yield _import_limit("torch_npu", "torch-npu")
+    yield _import_limit("torch_npu", "pip install torch-npu")
 
 
 def _precision_limits(plan: ProfilePlan) -> Iterator[Limit]:
     path = plan.options.config_path if isinstance(plan.options, PrecisionDebugger) else ""
     yield Limit(not path, "without `config_path`", "it names a JSON file of msprobe")
     yield Limit(not os.path.isfile(path), f"with `config_path` {path}", "there is no such file here")
-    yield _import_limit("msprobe.pytorch", "mindstudio-probe")
+    yield _import_limit("msprobe.pytorch", "pip install mindstudio-probe")
 
 
-def _import_limit(module: str, package: str) -> Limit:
+def _import_limit(module: str, remedy: str) -> Limit:
     try:
         importlib.import_module(module)
     except ImportError as error:
         installed = find_spec(module.partition(".")[0]) is not None
         problem = "is installed, but can't be imported" if installed else "is not installed"
-        return Limit(True, "anything", f"{module} {problem} ({error!r}); pip install {package}")
+        return Limit(True, "anything", f"{module} {problem} ({error!r}); {remedy}")
     return Limit(False, "", "")
 
 

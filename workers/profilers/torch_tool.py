@@ -9,8 +9,8 @@ Findings with torch 2.13, which are the reason for this design (`process_profile
   within the first of 300 sessions, or names of random bytes. A trainer must not die of being profiled, so it is not
   used.
 - So a profiler runs from the beginning to the end of an outermost stage, on its thread. It never runs between two
-  stages, because the thread might not return before a stop has to be answered. A session that is not discrete joins the
-  recordings of its stages into one trace. To see what lies between stages, annotate the whole step as one stage.
+  stages, because the thread might not return before a stop has to be answered. To see what lies between stages,
+  annotate the whole step as one stage.
 """
 
 import json
@@ -26,18 +26,17 @@ from schemas.commands import ProfilePlan, Schedule
 from schemas.events import Returned
 from workers.profilers import process_profiler
 from workers.profilers.recorder import WHOLE, Recorder, SessionFiles
-from workers.profilers.trace_writer import CompressedTrace, TraceWriter
+from workers.profilers.trace_writer import TraceWriter, write_trace
 
 
 class TorchRecorder(Recorder):
-    """Writes one trace of each outermost stage (discrete), of each window of the schedule, or of the whole session."""
+    """Writes one trace of each outermost stage, or of each window of the schedule."""
 
     def __init__(self, plan: ProfilePlan, files: SessionFiles) -> None:
         super().__init__(plan, files)
         process_profiler.require_free()
         self._writer = TraceWriter()
         self._written: list[Path] = []
-        self._whole: CompressedTrace | None = None
         # Of the stage under way:
         self._scope = WHOLE
         self._schedule: Schedule | None = None
@@ -83,7 +82,6 @@ class TorchRecorder(Recorder):
         return process_profiler.span(stage)
 
     def close(self) -> Returned:
-        self._writer.put(lambda: self._close(self._whole))
         self.failures = self._writer.finish()
         return self.files.describe(self._written)
 
@@ -122,17 +120,9 @@ class TorchRecorder(Recorder):
     # --- on the writer's thread ---------------------------------------------------------------------------------------
 
     def _write(self, profiler: _KinetoProfile, scope: str, mini_batches: tuple[int, int] | None) -> None:
-        if mini_batches is None and not self.plan.discrete:
-            self._whole = self._whole or CompressedTrace(self.files.reserve(scope))
-            self._whole.add(profiler.export_chrome_trace)
-        else:
-            trace = CompressedTrace(self.files.reserve(scope, mini_batches))
-            trace.add(profiler.export_chrome_trace)
-            self._close(trace)
-
-    def _close(self, trace: CompressedTrace | None) -> None:
-        if trace is not None and trace.close():
-            self._written.append(trace.file)
+        file = self.files.reserve(scope, mini_batches)
+        write_trace(profiler.export_chrome_trace, file)
+        self._written.append(file)
 
 
 def action(schedule: Schedule | None, mini_batch: int) -> ProfilerAction:

@@ -1,13 +1,14 @@
 """Completes the command line of a server that an agent launches: options for the node's place, and for profiling.
 
-Pure. The user's own options are never changed; one that contradicts the agent's place is an error.
+Pure. The user's own options are never changed. One that contradicts the agent's place is found when the server is up,
+by what it reports of itself.
 """
 
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, assert_never
+from typing import Final, Literal
 
 from schemas.commands import ProfilePlan
 from schemas.errors import ConfigError
@@ -16,51 +17,55 @@ from schemas.selection import profile_skip_reason
 
 Kind = Literal["sglang", "vllm"]
 
-_NODE_RANK, _NNODES = ("--node-rank", "-r"), ("--nnodes", "-n")
-_ADDRESS = ("--dist-init-addr", "--nccl-init-addr")
-_EVERY_NODE_SERVES = (
-    *("--data-parallel-hybrid-lb", "-dph", "--data-parallel-external-lb", "-dpe", "--data-parallel-rank", "-dpn"),
+_SERVES: Final = frozenset(
+    {
+        "--headless",
+        *("--data-parallel-hybrid-lb", "-dph", "--data-parallel-external-lb", "-dpe", "--data-parallel-rank", "-dpn"),
+    }
 )
-"""With one of these options vLLM has an API server on every node."""
+"""Beside one of these `--headless` is not added: with the others vLLM has an API server on every node."""
 
 
 def server_command(kind: Kind, command: Sequence[str], identity: Identity, dist_init: str | None) -> tuple[str, ...]:
     """Return the command with the options for this node's place, unless the user has given them.
 
     Args:
+        kind: The engine.
+        command: The user's command.
+        identity: This node.
         dist_init: HOST:PORT at which the replica's nodes meet; a replica of one node needs none.
 
     Raises:
-        ConfigError: The command contradicts the identity, or there is no address to meet at.
+        ConfigError: There is no address to meet at.
     """
-    options = _Options(kind, command)
-    missing: list[str] = []
-    for names, wanted in ((_NODE_RANK, identity.node_rank), (_NNODES, identity.nnodes)):
-        values = options.values(*names) if kind == "vllm" else options.values(names[0])
-        for value in values:
-            if not (value.isdecimal() and int(value) == wanted):
-                raise ConfigError(
-                    f"the server's command says {names[0]} {value}, but this agent is node rank {identity.node_rank} "
-                    f"of {identity.nnodes}: {names[0]} {wanted}. Give both the same, or leave it out of the command."
-                )
-        missing += [] if values else [names[0], str(wanted)]
-    if kind == "vllm" and identity.node_rank == 0 and options.has("--headless"):
-        raise ConfigError(
-            "the server's command says --headless, but this agent is node rank 0, whose server takes the commands. "
-            "Leave --headless out, or give the agent the --node-rank of its node."
-        )
     if identity.nnodes == 1:
         return tuple(command)
-    match kind:
-        case "sglang":
-            missing += _sglang_address(options, dist_init)
-        case "vllm":
-            missing += _vllm_address(options, dist_init)
-            if identity.node_rank > 0 and not options.has("--headless", *_EVERY_NODE_SERVES):
-                missing.append("--headless")
-        case _:
-            assert_never(kind)
-    return (*command, *missing)
+    given, added = _flags(command), list[str]()
+
+    def add(names: str, value: str | None) -> bool:
+        """Add the option under the first of its names, unless it is given. Returns whether it is there."""
+        if not given.isdisjoint(names.split()):
+            return True
+        if value is not None:
+            added.extend((names.split()[0], value))
+        return value is not None
+
+    short = kind == "vllm"
+    add("--node-rank -r" if short else "--node-rank", str(identity.node_rank))
+    add("--nnodes -n" if short else "--nnodes", str(identity.nnodes))
+    host, port = (None, None) if dist_init is None else _host_and_port(dist_init)
+    if kind == "sglang":
+        meets, flags = add("--dist-init-addr --nccl-init-addr", dist_init), "--dist-init-addr HOST:PORT"
+    else:
+        meets, flags = add("--master-addr", host), "--master-addr HOST --master-port PORT"
+        add("--master-port", port)
+        added += ["--headless"] if identity.node_rank > 0 and given.isdisjoint(_SERVES) else []
+    if not meets:
+        raise ConfigError(
+            "this replica has more than one node, but no address at which its servers meet. Give the agent the address "
+            f"of node rank 0 as HOST:PORT, the same on every node, or put {flags} into the server's command."
+        )
+    return (*command, *added)
 
 
 def profiled_command(
@@ -72,10 +77,14 @@ def profiled_command(
     a command that has such options itself is returned unchanged.
 
     Args:
+        kind: The engine.
+        command: The server's command.
+        identity: This node.
+        plan: What the trainer's configuration records.
         traces: Root of this node's session directories.
     """
     profiled = profile_skip_reason(plan, None, identity) is None
-    if kind == "sglang" or not profiled or _Options(kind, command).begins("--profiler-config"):
+    if kind == "sglang" or not profiled or any(flag.startswith("--profiler-config") for flag in _flags(command)):
         return tuple(command)
     chosen = {
         "profiler": "torch",
@@ -88,68 +97,10 @@ def profiled_command(
     return (*command, "--profiler-config", json.dumps(chosen))
 
 
-class _Options:
+def _flags(command: Sequence[str]) -> frozenset[str]:
     """The options of a command line: `--flag value`, `--flag=value`, and vLLM's `-n 2`, `-n=2` and `-n2`."""
-
-    def __init__(self, kind: Kind, command: Sequence[str]) -> None:
-        self.kind = kind
-        self._options: list[tuple[str, str | None]] = []
-        for word, after in zip(command, (*command[1:], None), strict=True):
-            if glued := re.fullmatch(r"(-[nr])(\d+)", word):
-                self._options.append((glued[1], glued[2]))
-            elif word.startswith("-"):
-                flag, has_value, value = word.partition("=")
-                self._options.append((flag.replace("_", "-"), value if has_value else after))
-
-    def has(self, *flags: str) -> bool:
-        return any(flag in flags for flag, _ in self._options)
-
-    def begins(self, prefix: str) -> bool:
-        """Return whether a flag begins with `prefix`. vLLM takes parts of a config as `--flag.part`."""
-        return any(flag.startswith(prefix) for flag, _ in self._options)
-
-    def values(self, *flags: str) -> list[str]:
-        """Return each value of these flags."""
-        found = []
-        for flag, value in self._options:
-            if flag in flags:
-                if value is None:
-                    raise ConfigError(f"the server's command ends with {flag}, without a value.")
-                found.append(value)
-        return found
-
-    def agree(self, flags: tuple[str, ...], wanted: str | None) -> bool:
-        """Return whether one of these flags is given. Its value must be the wanted one, if there is one."""
-        values = self.values(*flags)
-        for value in values:
-            if wanted is not None and value != wanted:
-                raise ConfigError(
-                    f"the server's command says {flags[0]} {value}, but the agent was given {wanted} as the address "
-                    "at which its nodes meet. Give only one of them, or the same in both."
-                )
-        return bool(values)
-
-
-def _sglang_address(options: _Options, dist_init: str | None) -> list[str]:
-    if dist_init is not None:
-        _host_and_port(dist_init)
-    if options.agree(_ADDRESS, dist_init):
-        return []
-    return [_ADDRESS[0], dist_init or _missing_address("--dist-init-addr HOST:PORT")]
-
-
-def _vllm_address(options: _Options, dist_init: str | None) -> list[str]:
-    host, port = (None, None) if dist_init is None else _host_and_port(dist_init)
-    has_host, has_port = options.agree(("--master-addr",), host), options.agree(("--master-port",), port)
-    missing = [] if has_host else ["--master-addr", host or _missing_address("--master-addr HOST --master-port PORT")]
-    return missing if has_port or port is None else [*missing, "--master-port", port]
-
-
-def _missing_address(flags: str) -> str:
-    raise ConfigError(
-        "this replica has more than one node, but no address at which its servers meet. Give the agent the address of "
-        f"node rank 0 as HOST:PORT, the same on every node, or put {flags} into the server's command."
-    )
+    flags = (word.partition("=")[0].replace("_", "-") for word in command if word.startswith("-"))
+    return frozenset(re.sub(r"^(-[nr])\d+$", r"\1", flag) for flag in flags)
 
 
 def _host_and_port(address: str) -> tuple[str, str]:

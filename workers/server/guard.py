@@ -7,7 +7,8 @@ log, as the server's output does.
 
 Theory of operation: Linux makes every orphaned descendant of a "subreaper" its child. The guard is a subreaper, so the
 tree below it is everything that the server ever started, even through sessions and double forks. When that tree is
-empty, nothing of the server is left.
+empty, nothing of the server is left. Between agent and guard is a fork of the guard, its keeper. It is a subreaper too
+and only waits: if the guard is killed, it inherits the tree and ends it.
 
 Rule 1  The server does not outlive the agent, however the agent died, nor the guard, however the guard died.
 Rule 2  A launch never runs beside the remains of the one before: the tree is ended first.
@@ -18,8 +19,10 @@ Rule 3  A guard acts on a server only while it holds the lock of its log. So an 
 import ctypes
 import errno
 import fcntl
+import hashlib
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -32,7 +35,9 @@ from typing import Final, NamedTuple
 import psutil
 
 LOG_VARIABLE: Final = "ROLLOUTCTL_SERVER_LOG"
-"""Environment variable inherited by everything that a server starts: the log, and so the server, that it belongs to."""
+"""Environment variable inherited by everything that a server starts: the log file, and so the server, that it is of.
+A number made of it is also the limit of processor time between two sleeps of real-time threads, in µs: some thousands
+of years, and so none at all. A process that overwrites its environment keeps its limits."""
 LAUNCH_LINE: Final = "--- rolloutctl: launch "
 """Begins the line in the log that separates the output of two launches."""
 
@@ -41,7 +46,7 @@ KILL_S: Final = 10.0
 POLL_S: Final = 0.1
 """Seconds between polls for what the kernel does not signal: a grandchild that ended, a lock that was released."""
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -65,6 +70,7 @@ class RestartPolicy(NamedTuple):
 
         Args:
             ended: Times of all ends, including the last one.
+            now: The time.
         """
         recent = sum(now - moment < self.window_s for moment in ended)
         if recent > self.most:
@@ -89,17 +95,22 @@ class GuardOrder(NamedTuple):
 
 
 class Guard:
-    """One guard's life. `run` returns once the tree below it is empty and is not to be restarted."""
+    """One guard's life: `run` in a fork, which returns once the tree below it is empty and is not to be restarted, and
+    `keep` in the process that made the guard. Both hold the lock of the log.
+    """
 
     def __init__(self, order: GuardOrder) -> None:
         self._order = order
         self._restarts = RestartPolicy(*order.restarts)
-        self._me = psutil.Process()
         self._reason = ""  # why to end; empty while there is no reason
         self._server: subprocess.Popen[bytes] | None = None  # while it runs
         self._launches = order.launches
         self._exit_code: int | None = None
         self._log = os.open(order.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        file = os.fstat(self._log)
+        # With the file's number: another container of this machine may use the same path.
+        self._mark = f"{file.st_dev}:{file.st_ino}:{order.log}"
+        self._limit = 1 << 57 | int.from_bytes(hashlib.sha256(self._mark.encode()).digest()[:7], "big")
         self._awake = select.poll()
         self._signals = _signals_to_pipe()
         self._agent = -1  # the pipe does not suffice: children of the agent may hold it open as well
@@ -112,6 +123,7 @@ class Guard:
     def run(self) -> None:
         """Keep the server running until asked to end, or until it has ended too often."""
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self._me = psutil.Process()
         if self._lock_log():
             self._sweep()
         ended: list[float] = []
@@ -123,7 +135,7 @@ class Guard:
             if self._reason:
                 break
             self._report("waiting to restart", "once everything that it started is gone")
-            if left := self._end_tree():
+            if left := self._end_tree(self._order.grace_s):
                 return self._report("given up", f"{left} of its processes can't be ended, so it can't be restarted")
             ended.append(time.monotonic())
             wait_s = self._restarts.wait_s(ended, ended[-1])
@@ -133,8 +145,16 @@ class Guard:
             self._report("waiting to restart", f"in {wait_s:g} s")
             while not self._reason and (left_s := ended[-1] + wait_s - time.monotonic()) > 0:
                 self._wait(left_s)
-        left = self._end_tree()
+        left = self._end_tree(self._order.grace_s)
         self._report("ended", f"{self._reason}; {left} of its processes can't be ended" if left else self._reason)
+
+    def keep(self, guard: int) -> int:
+        """Wait for the guard, and end what it left behind if it was killed. Returns its exit code."""
+        _LIBC.prctl(_PR_SET_NAME, b"rolloutctl-keep", 0, 0, 0)  # who kills by the name `python` must not take both
+        code = os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1])
+        self._me = psutil.Process()
+        self._end_tree(0)
+        return code if code >= 0 else 128 - code
 
     # --- the server ---------------------------------------------------------------------------------------------------
 
@@ -160,19 +180,18 @@ class Guard:
         return False
 
     def _sweep(self) -> None:
-        """Kill what an earlier guard left behind when it was killed. Whoever holds the lock knows that it has no owner.
+        """Kill what an earlier guard left behind when it was killed with its keeper. The holder of the lock knows that
+        it has no owner.
 
-        They are recognized by the environment variable, or by the log that they write to: setting a process title, as
-        vLLM's engine cores do, overwrites the environment. Sessions of the agent and above may write to that file for
-        reasons of their own.
+        They are recognized by the environment variable, or by the limit. Setting a process title, as vLLM's engine
+        cores do, overwrites the environment, and a limit may have been set by others before. So a whole session counts
+        if one process of it has either: a server begins a session of its own, and all that is in one descends from what
+        began it. That they write to the log proves nothing.
         """
         over = time.monotonic() + KILL_S
-        log, ours = os.fstat(self._log), {os.getsid(process.pid) for process in (self._me, *self._me.parents())}
-        left = [
-            process
-            for process in psutil.process_iter()
-            if _log_of(process) == self._order.log or _writes_to(process, log, ours)
-        ]
+        ours = {_session_of(process) for process in (self._me, *self._me.parents())} | {None}
+        marked = {_session_of(process) for process in psutil.process_iter() if self._has_marked(process)} - ours
+        left = [process for process in psutil.process_iter() if _session_of(process) in marked]
         while left and time.monotonic() < over:
             for process in left:
                 with suppress(psutil.NoSuchProcess):
@@ -180,10 +199,27 @@ class Guard:
             self._wait(POLL_S)
             left = [process for process in left if _lives(process)]
 
+    def _has_marked(self, process: psutil.Process) -> bool:
+        """Whether a guard of this log, or what it started, started the process."""
+        with suppress(psutil.Error, OSError):
+            if process.environ().get(LOG_VARIABLE) == self._mark:
+                return True
+        with suppress(psutil.Error, OSError):
+            return bool(process.rlimit(psutil.RLIMIT_RTTIME)[0] == self._limit)
+        return False
+
+    def _become_server(self, guard: int) -> None:
+        """Run in the child before it becomes the server."""
+        _die_with(guard)
+        soft, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
+        if soft == hard == resource.RLIM_INFINITY:
+            resource.setrlimit(resource.RLIMIT_RTTIME, (self._limit, hard))
+
     def _launch(self) -> str:
         """Start the server, in a session of its own. Returns why that failed, or an empty string."""
         number = self._launches + 1
-        os.write(self._log, f"{LAUNCH_LINE}{number} at {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+        with suppress(OSError):  # a full disk
+            os.write(self._log, f"{LAUNCH_LINE}{number} at {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
         guard = os.getpid()
         try:
             self._server = subprocess.Popen(
@@ -191,9 +227,9 @@ class Guard:
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr,
                 stderr=sys.stderr,
-                env={**os.environ, LOG_VARIABLE: self._order.log},
+                env={**os.environ, LOG_VARIABLE: self._mark},
                 start_new_session=True,
-                preexec_fn=lambda: _die_with(guard),
+                preexec_fn=lambda: self._become_server(guard),
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             return f"it can't be started: {error}"
@@ -201,13 +237,13 @@ class Guard:
         self._report("running", "")
         return ""
 
-    def _end_tree(self) -> str:
+    def _end_tree(self, grace_s: float) -> str:
         """End everything below this process. Returns the pids of what is still there, or an empty string.
 
         The server alone gets SIGTERM first: it knows in which order to end its children. What it leaves behind gets
         SIGTERM once it is gone, and what is there after the grace period is killed.
         """
-        over = time.monotonic() + self._order.grace_s
+        over = time.monotonic() + grace_s
         terminated: set[psutil.Process] = set()
         while self._reap():
             now, tree = time.monotonic(), self._me.children(recursive=True)
@@ -245,7 +281,7 @@ class Guard:
         self._reap()
 
     def _reap(self) -> bool:
-        """Reap every child that ended, whoever started it. Returns whether any is left.
+        """Reap every child that ended, also those of others. Returns whether any is left.
 
         If none is left, the whole tree is gone, because orphans become children here. Only the kernel knows that; a
         list of processes is read one by one while they come and go. `Popen.wait` would lose its own child here.
@@ -293,25 +329,16 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Run in the child before it becomes the server: the kernel is to kill it when the guard ends."""
+    """Let the kernel kill this process when the guard ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the guard ended before the kernel knew
         os._exit(1)
 
 
-def _log_of(process: psutil.Process) -> str | None:
-    with suppress(psutil.Error, OSError):
-        return process.environ().get(LOG_VARIABLE)
+def _session_of(process: psutil.Process) -> int | None:
+    with suppress(OSError):
+        return os.getsid(process.pid)
     return None
-
-
-def _writes_to(process: psutil.Process, file: os.stat_result, excluded: set[int]) -> bool:
-    """Whether its stdout or stderr is this file, and its session is not excluded."""
-    for number in (1, 2):
-        with suppress(OSError):
-            if os.path.samestat(os.stat(f"/proc/{process.pid}/fd/{number}"), file):
-                return os.getsid(process.pid) not in excluded
-    return False
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -329,7 +356,12 @@ def main() -> None:
         if not chunk:
             return  # the agent died before it sent one
         line += chunk
-    Guard(GuardOrder(*json.loads(line))).run()
+    guard = Guard(GuardOrder(*json.loads(line)))
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    pid = os.fork()
+    if pid:
+        sys.exit(guard.keep(pid))
+    guard.run()
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ from anyio import CancelScope
 from msgspec import Struct
 from msgspec.structs import replace
 
-from schemas.carriers.keys import environment_of_children
 from schemas.errors import ConfigError
 from schemas.events import EngineCall, Observation, Returned
 from schemas.logs import logger_of
+from schemas.transport.keys import environment_of_children
 from workers.engine import Engine
 from workers.server import guard
 from workers.server.guard import GuardOrder, RestartPolicy
@@ -113,6 +113,7 @@ class ServerProcess:
         self._last = ServerStatus(state="ended", since_s=time.monotonic(), note="never started")
         self._ending = False
         self._lost: list[float] = []  # when a guard was found to have ended without a final report
+        self._guard_due: float | None = None  # when the next guard starts, after one was lost
 
     def start(self) -> None:
         """Start the guard, which starts the server. Raises ConfigError if the command or the log can't be used."""
@@ -126,7 +127,12 @@ class ServerProcess:
         program = self._command[0] if self._command else ""
         if shutil.which(program) is None:
             raise ConfigError(f"{self.name}: there is no program {program!r} to launch: give its path, or fix PATH.")
-        self._ending = False
+        if self.log.exists() and not self.log.is_file():
+            raise ConfigError(
+                f"{self.name}: its output can't be written to {self.log}, which is not a plain file. Give each server "
+                "a log file of its own: its lock keeps two launches apart."
+            )
+        self._ending, self._guard_due = False, None
         self._lost.clear()
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -149,6 +155,8 @@ class ServerProcess:
     async def end(self) -> ServerStatus:
         """End the server and everything that it started; return once they are gone. Continues if this is cancelled."""
         self._ending = True
+        if self._guard_due is not None:
+            self._guard_due, self._last = None, replace(self._last, state="ended")
         if self._guard is not None and self._guard.stdin is not None:
             self._guard.stdin.close()
         while (out := self._reports_fd()) is not None:
@@ -180,6 +188,13 @@ class ServerProcess:
         return None if self._guard is None or self._guard.stdout is None else self._guard.stdout.fileno()
 
     def _read_reports(self) -> None:
+        if self._guard_due is not None and time.monotonic() >= self._guard_due:
+            self._guard_due = None
+            logger.warning("%s: %s; starting a new guard", self.name, self._last.note)
+            try:
+                self._start_guard()
+            except OSError as error:
+                self._await_guard(f"a new guard can't start: {error}")
         while (out := self._reports_fd()) is not None:
             try:
                 chunk = os.read(out, 65536)
@@ -201,21 +216,19 @@ class ServerProcess:
         self._guard = None
         if self._last.state in ("given up", "ended"):
             return
+        self._await_guard(f"its guard was lost ({code}), and the server with it")
+
+    def _await_guard(self, note: str) -> None:
+        """Start the next guard after a wait that grows, or give up."""
         now = time.monotonic()
         self._lost.append(now)
-        self._last = replace(self._last, state="ended", since_s=now, pid=None, note=f"its guard was lost ({code})")
-        if self._ending:
-            return
-        if self._restarts.wait_s(self._lost, now) is None:
-            self._last = replace(self._last, state="given up", note=f"its guard was lost {len(self._lost)} times")
-            return
-        logger.warning("%s: its guard was lost (%d), and the server with it; starting a new guard", self.name, code)
-        try:
-            self._start_guard()
-        except OSError as error:
-            self._last = replace(
-                self._last, state="given up", note=f"its guard was lost, a new one can't start: {error}"
-            )
+        wait_s = self._restarts.wait_s(self._lost, now)
+        state: State = "ended" if self._ending else "given up" if wait_s is None else "waiting to restart"
+        if state == "given up":
+            note = f"its guard was lost {len(self._lost)} times"
+        if state == "waiting to restart" and wait_s is not None:
+            self._guard_due = now + wait_s
+        self._last = replace(self._last, state=state, since_s=now, pid=None, note=note)
 
     def _log_tail(self) -> tuple[str, ...]:
         try:
@@ -253,7 +266,7 @@ class LaunchedEngine:
     ) -> None:
         self._engine, self._server, self._clock = engine, server, clock
         self._up_within_s = up_within_s
-        self._life = ""
+        self._launch_prefix = ""
         self._seen: tuple[str, str] | None = None  # a launch, and the instance that the engine saw of it
         self._logged: ServerStatus | None = None
         self._logged_s = 0.0
@@ -261,7 +274,7 @@ class LaunchedEngine:
 
     async def open(self) -> None:
         """Start the server and attach. Raises ConfigError, EngineError; then nothing runs."""
-        self._life = secrets.token_hex(4)  # an earlier agent process may have had the same pids and counts
+        self._launch_prefix = secrets.token_hex(4)  # an earlier agent process may have had the same pids and counts
         self._server.start()
         try:
             await self._engine.open()
@@ -275,7 +288,7 @@ class LaunchedEngine:
         before = self._server.status()
         seen = await self._engine.observe()
         status = self._server.status()
-        launch = f"{self._life}.{status.launches}.{status.pid or 0}"
+        launch = f"{self._launch_prefix}.{status.launches}.{status.pid or 0}"
         runs = status.state == "running" and (before.launches, before.pid) == (status.launches, status.pid)
         if not runs:  # whatever answered is not this server
             seen = Observation(engine=seen.engine, tokenizer="unknown")

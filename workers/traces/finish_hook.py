@@ -14,11 +14,11 @@ from typing import Final
 
 from anyio import to_thread
 
-from schemas.carriers.keys import environment_of_children
 from schemas.errors import EngineError
 from schemas.identity import Identity
 from schemas.logs import logger_of
-from workers import background
+from schemas.transport import background
+from schemas.transport.keys import environment_of_children
 
 logger = logger_of("agent")
 
@@ -50,7 +50,7 @@ class FinishHook:
             EngineError: It failed, or can't be started.
         """
         ended = await to_thread.run_sync(self.begin, tool, steps)
-        if not await background.completes(ended, WAIT_S):
+        if not await background.done_within(ended, WAIT_S):
             logger.info("agent %s: the finish hook is still running; its output: %s", self._identity.agent, self._log)
             return True
         if code := ended.result():

@@ -23,12 +23,12 @@ from typing import Final, TypeVar
 from anyio import to_thread
 
 from schemas.commands import ProfilePlan
-from schemas.errors import EngineError
+from schemas.errors import EngineError, RefusedError
 from schemas.events import CollectTraces, DiskCall, FinishProfile, Returned
 from schemas.identity import ROLLOUT, Identity
 from schemas.logs import logger_of
 from schemas.outcomes import Trace
-from workers import background
+from schemas.transport import background
 from workers.traces import finish_hook
 from workers.traces.finish_hook import FinishHook
 
@@ -71,10 +71,10 @@ class NodeTraces:
         if call.plan.finish.relocate:
             work = partial(relocate_traces, self._root, call.directories, call.plan, self._identity)
             relocation = background.begin(work, "relocation", daemon=False)  # the end of the process waits for it
-            if not await background.completes(relocation, finish_hook.WAIT_S):
+            if not await background.done_within(relocation, finish_hook.WAIT_S):
                 relocation.add_done_callback(partial(self._finish_later, call))
                 return Returned(still_running=True)
-            traces = listed(relocation.result())
+            traces = first_listed(relocation.result())
         if not runs_hook(call.plan, self._identity):
             return Returned(traces=traces)
         return Returned(traces=traces, still_running=await self._hook.run(call.plan.tool, call.steps))
@@ -89,7 +89,7 @@ class NodeTraces:
             logger.warning("agent %s: profiling was not finished: %s", self._identity.agent, error)
 
 
-def listed(files: Sequence[F]) -> tuple[F, ...]:
+def first_listed(files: Sequence[F]) -> tuple[F, ...]:
     """Return as many files as one outcome lists."""
     if len(files) > MAX_LISTED:
         logger.warning("there are %d traces; the outcome lists %d", len(files), MAX_LISTED)
@@ -117,7 +117,7 @@ def selected_ranks(plan: ProfilePlan, identity: Identity) -> frozenset[int]:
 
 
 def require_writable(directory: Path, who: str) -> None:
-    """Make a directory for traces, and check that this process can write to it. Raises EngineError if it can't.
+    """Make a directory for traces, and check that this process can write to it. Raises RefusedError if it can't.
 
     Args:
         directory: Root of the traces.
@@ -128,21 +128,21 @@ def require_writable(directory: Path, who: str) -> None:
         with tempfile.TemporaryFile(dir=directory):  # without a name, since several agents may check at once
             pass
     except OSError as error:
-        raise EngineError(
+        raise RefusedError(
             f"{directory} can't be written: {error.strerror}. {who} needs it for traces: give another directory, on "
             "every node the same."
         ) from error
 
 
 def make_fresh(directory: Path) -> None:
-    """Make the directory of a session. Raises EngineError if it can't be made, or holds files already."""
+    """Make the directory of a session. Raises RefusedError if it can't be made, or holds files already."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if next(directory.iterdir(), None) is None:
             return
     except OSError as error:
-        raise EngineError(f"the profile was not started: {directory}: {error.strerror}.") from error
-    raise EngineError(
+        raise RefusedError(f"the profile was not started: {directory}: {error.strerror}.") from error
+    raise RefusedError(
         f"the profile was not started: {directory} holds files already, and nothing is ever overwritten. Move them "
         "away, or use another traces root."
     )
@@ -156,6 +156,12 @@ def collect_traces(root: Path, directory: str, plan: ProfilePlan, identity: Iden
 
     On a disk that the nodes share, each agent takes what its own ranks wrote. Traces of ranks that were not selected
     stay where they are, and are not listed.
+
+    Args:
+        root: Root of this node's session directories.
+        directory: The session's, below the root.
+        plan: What was recorded.
+        identity: The place of this agent.
 
     Returns:
         The traces of the selected ranks, and the selected ranks without a trace.

@@ -23,7 +23,7 @@ HOP_BY_HOP: Final = frozenset(
 """Headers of one connection, which say nothing about the next (RFC 9110, 7.6.1)."""
 
 
-class PassedOn(Response):
+class ProxyResponse(Response):
     """The engine's own answer to a request. A request whose sender has gone is given up at the engine too.
 
     Args:

@@ -7,13 +7,14 @@ ten times, and passes over a 404 in silence (`src/prime_rl/utils/client.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from pathlib import PurePosixPath
 from typing import Final
 
 from msgspec import Struct
 
-from schemas.commands import ProfileActivity, ProfilePlan, Window
 from schemas.identity import InFlight
+from schemas.profiler.conversion import shown
 
 Fields = Mapping[str, object]
 
@@ -24,12 +25,16 @@ class PausePost(Struct, frozen=True):
     mode: InFlight = "abort"
 
 
-class ResumePost(Struct, frozen=True):
-    """Generate again."""
+class Plain(Enum):
+    """A request without fields."""
 
-
-class FlushPost(Struct, frozen=True):
-    """Drop the prefix cache."""
+    RESUME = "generate again"
+    FLUSH = "drop the prefix cache"
+    PART = "a part of an update that the sync's own phases do"
+    HEALTH = "is the replica fit to serve?"
+    VERSION = "which weights does it serve? Their label takes the place of the engine's own number in its answer"
+    INFO = "what kind of server is it? Its address is the gateway's: miles compares it with the one that it was given"
+    WORKERS = "which base URLs are there?"
 
 
 class UpdatePost(Struct, frozen=True):
@@ -56,37 +61,11 @@ class TransferPost(Struct, frozen=True):
     path: str
 
 
-class PartPost(Struct, frozen=True):
-    """A part of an update that the sync's own phases do."""
-
-
-class StartProfilePost(Struct, frozen=True):
-    """Open a profiling session."""
-
-    plan: ProfilePlan
-
-
-class StopProfilePost(Struct, frozen=True):
-    """Close it."""
-
-
-class HealthRead(Struct, frozen=True):
-    """Is the replica fit to serve?"""
-
-
-class VersionRead(Struct, frozen=True):
-    """Which weights does it serve? Their label takes the place of the engine's own number in its answer."""
-
-
-class WorkersRead(Struct, frozen=True):
-    """Which base URLs are there?"""
-
-
 class Passed(Struct, frozen=True):
     """For the engine itself.
 
     Attributes:
-        generates: It asks for tokens, which a replica in quarantine must not give.
+        generates: It asks for tokens, which only a replica that is proven to serve may give.
     """
 
     generates: bool = False
@@ -98,22 +77,7 @@ class RefusedPost(Struct, frozen=True):
     message: str
 
 
-Meaning = (
-    PausePost
-    | ResumePost
-    | FlushPost
-    | UpdatePost
-    | DeltaPost
-    | TransferPost
-    | PartPost
-    | StartProfilePost
-    | StopProfilePost
-    | HealthRead
-    | VersionRead
-    | WorkersRead
-    | Passed
-    | RefusedPost
-)
+Meaning = Plain | PausePost | UpdatePost | DeltaPost | TransferPost | Passed | RefusedPost
 
 Reader = Callable[[Fields, Sequence[str]], Meaning]
 """Reads the fields of a request, those of its query and of its JSON body. Raises ValueError with what is wrong."""
@@ -131,6 +95,8 @@ def read_request(verb: str, path: str, fields: Fields, roots: Sequence[str]) -> 
     reader = CONTROL.get((verb, path))
     if reader is None:
         return RefusedPost(f"{verb} {path} is refused: {REFUSED.get(path, UNKNOWN)}. Nothing was done")
+    if isinstance(reader, Plain):
+        return reader
     try:
         return reader(fields, roots)
     except ValueError as error:
@@ -154,8 +120,8 @@ _MODES: Final[Mapping[object, InFlight]] = {
 
 def _pause(fields: Fields, _: Sequence[str]) -> Meaning:
     mode = fields.get("mode")
-    if mode not in _MODES:
-        raise ValueError(f"mode is {mode!r}, and must be abort, wait, keep, retract or in_place")
+    if not isinstance(mode, str | None) or mode not in _MODES:
+        raise ValueError(f"mode is {shown(mode)}, and must be abort, wait, keep, retract or in_place")
     return PausePost(_MODES[mode])
 
 
@@ -164,7 +130,7 @@ def _update(fields: Fields, roots: Sequence[str]) -> Meaning:
     info = fields.get("update_info")
     if isinstance(info, Mapping):
         target = info.get("target_version", info.get("version"))
-        if not isinstance(target, int):
+        if not isinstance(target, int) or target.bit_length() > 256:
             raise ValueError("an update_info without target_version is a transfer over NCCL. Set SkyRL's "
                              "weight_sync_backend=delta, which names a checkpoint")  # fmt: skip
         return DeltaPost(str(target))
@@ -179,9 +145,12 @@ def _from_disk(fields: Fields, roots: Sequence[str]) -> Meaning:
     if not isinstance(named, str):
         raise ValueError("no model_path or weight_dir names a checkpoint")
     if fields.get("load_format") not in (None, "auto"):
-        raise ValueError(f"load_format is {fields['load_format']!r}, and a sync loads safetensors as they are")
-    label = fields.get("weight_version")
-    return UpdatePost(relative_path(named, roots), "" if label is None else str(label))
+        raise ValueError(f"load_format is {shown(fields['load_format'])}, and a sync loads safetensors as they are")
+    given = fields.get("weight_version", "")
+    label = given if isinstance(given, str) else "" if given is None else shown(given)
+    if len(label) > LABEL_MAX or not label.isprintable():
+        raise ValueError(f"weight_version is {shown(given)}, and may be one line of {LABEL_MAX} characters")
+    return UpdatePost(relative_path(named, roots), label)
 
 
 def _transfer(fields: Fields, roots: Sequence[str]) -> Meaning:
@@ -195,42 +164,16 @@ def _transfer(fields: Fields, roots: Sequence[str]) -> Meaning:
 
 def _rpc(fields: Fields, _: Sequence[str]) -> Meaning:
     method = fields.get("method")
-    if method not in UPDATE_PARTS:
-        raise ValueError(f"the method is {method!r}; only {' and '.join(sorted(UPDATE_PARTS))} are allowed, which a "
-                         "sync does by itself. Set SkyRL's weight_sync_backend=delta")  # fmt: skip
-    return PartPost()
-
-
-_ACTIVITIES: Final[Mapping[object, ProfileActivity]] = {"CPU": "cpu", "GPU": "cuda", "CUDA": "cuda", "MEM": "memory"}
-_PROFILE_FIELDS: Final = frozenset(
-    {"output_dir", "num_steps", "start_step", "activities", "profile_by_stage", "with_stack", "record_shapes"}
-)
-
-
-def _start_profile(fields: Fields, _: Sequence[str]) -> Meaning:
-    """Read SGLang's parameters. The directory is ours: below the agent's root of traces, one for each session."""
-    given = {name: value for name, value in fields.items() if value not in (None, False, [])}
-    if unknown := sorted(given.keys() - _PROFILE_FIELDS):
-        raise ValueError(f"{', '.join(unknown)} can't be set; {', '.join(sorted(_PROFILE_FIELDS))} can")
-    if given.get("start_step"):
-        raise ValueError("start_step counts from the launch of the engine. Leave it out: recording begins at once")
-    steps, names = given.get("num_steps"), given.get("activities", ["CPU", "GPU"])
-    if steps is not None and (not isinstance(steps, int) or steps < 1):
-        raise ValueError(f"num_steps is {steps!r}, and must be a positive number")
-    if not isinstance(names, list) or not all(name in _ACTIVITIES for name in names):
-        raise ValueError(f"activities are {names!r}, and may be {', '.join(map(str, _ACTIVITIES))}")
-    plan = ProfilePlan(
-        window=Window(0, steps) if steps is not None else None,
-        activities=frozenset(_ACTIVITIES[name] for name in names),
-        with_stack=bool(given.get("with_stack")),
-        record_shapes=bool(given.get("record_shapes")),
-        by_stage=bool(given.get("profile_by_stage")),
-    )
-    return StartProfilePost(plan)
+    if not isinstance(method, str) or method not in UPDATE_PARTS:
+        raise ValueError(f"the method is {shown(method)}; only {' and '.join(sorted(UPDATE_PARTS))} are allowed, which "
+                         "a sync does by itself. Set SkyRL's weight_sync_backend=delta")  # fmt: skip
+    return Plain.PART
 
 
 def relative_path(named: str, roots: Sequence[str]) -> str:
     """Return a trainer's absolute path, relative to the root. Raises ValueError."""
+    if len(named) > PATH_MAX or not named.isprintable():
+        raise ValueError(f"the path {shown(named)} is longer than {PATH_MAX} characters, or can't be printed")
     path = PurePosixPath(named)
     if not path.is_absolute():
         raise ValueError(f"the path {named!r} is relative to the trainer's working directory. Give it an absolute one")
@@ -245,33 +188,36 @@ def relative_path(named: str, roots: Sequence[str]) -> str:
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
+LABEL_MAX: Final = 200
+PATH_MAX: Final = 4096
+"""Characters of a path, as Linux has it."""
 LOCAL_WEIGHTS: Final = "weights"
 """Where SkyRL keeps the patched files, below its local_checkpoint_dir (`delta_checkpoint.py`, `_weights_dir`)."""
 UPDATE_PARTS: Final = frozenset({"skyrl_start_weight_update", "skyrl_finish_weight_update"})
 
-CONTROL: Final[Mapping[tuple[str, str], Reader]] = {
+CONTROL: Final[Mapping[tuple[str, str], Reader | Plain]] = {
     ("POST", "/pause"): _pause,
     ("POST", "/pause_generation"): _pause,
     ("POST", "/areal_pause_generation"): _pause,
-    ("POST", "/resume"): lambda *_: ResumePost(),
-    ("POST", "/continue_generation"): lambda *_: ResumePost(),
-    ("POST", "/areal_continue_generation"): lambda *_: ResumePost(),
-    ("GET", "/flush_cache"): lambda *_: FlushPost(),
-    ("POST", "/flush_cache"): lambda *_: FlushPost(),
-    ("POST", "/reset_prefix_cache"): lambda *_: FlushPost(),
+    ("POST", "/resume"): Plain.RESUME,
+    ("POST", "/continue_generation"): Plain.RESUME,
+    ("POST", "/areal_continue_generation"): Plain.RESUME,
+    ("GET", "/flush_cache"): Plain.FLUSH,
+    ("POST", "/flush_cache"): Plain.FLUSH,
+    ("POST", "/reset_prefix_cache"): Plain.FLUSH,
     ("POST", "/update_weights"): _update,
     ("POST", "/update_weights_from_disk"): _from_disk,
     ("POST", "/areal_update_weights"): _from_disk,
     ("POST", "/init_weight_transfer_engine"): _transfer,
     ("POST", "/collective_rpc"): _rpc,
-    ("POST", "/start_profile"): _start_profile,
-    ("POST", "/stop_profile"): lambda *_: StopProfilePost(),
-    ("GET", "/health"): lambda *_: HealthRead(),
-    ("GET", "/health_generate"): lambda *_: HealthRead(),
-    ("GET", "/get_weight_version"): lambda *_: VersionRead(),
-    ("GET", "/model_info"): lambda *_: VersionRead(),
-    ("GET", "/get_model_info"): lambda *_: VersionRead(),
-    ("GET", "/workers"): lambda *_: WorkersRead(),
+    ("GET", "/health"): Plain.HEALTH,
+    ("GET", "/health_generate"): Plain.HEALTH,
+    ("GET", "/get_weight_version"): Plain.VERSION,
+    ("GET", "/model_info"): Plain.VERSION,
+    ("GET", "/get_model_info"): Plain.VERSION,
+    ("GET", "/server_info"): Plain.INFO,
+    ("GET", "/get_server_info"): Plain.INFO,
+    ("GET", "/workers"): Plain.WORKERS,
 }
 """Answered here, by commands and by what the bus knows."""
 
@@ -289,7 +235,7 @@ PASSED: Final = frozenset(
     {
         *(("POST", path) for path in ("/abort_request", "/tokenize", "/detokenize")),
         *(("POST", path) for path in ("/fetch_weights", "/pull_weights")),  # files on the engine's host; no weights
-        *(("GET", path) for path in ("/v1/models", "/server_info", "/get_server_info", "/get_world_size")),
+        *(("GET", path) for path in ("/v1/models", "/get_world_size")),
         *(("GET", path) for path in ("/version", "/metrics", "/get_load", "/v1/loads")),
     }
 )
@@ -297,6 +243,9 @@ PASSED: Final = frozenset(
 
 _MEMORY: Final = "memory of an engine that shares its GPUs with a trainer is not given over the gateway"
 _GROUP: Final = "weights over NCCL go past the gateway. Let the trainer write checkpoints: docs/trainers says how"
+_PROFILE: Final = (
+    "a session is opened on the bus, by `rolloutctl profile start --step N --window 0 3`, and closed by `stop`"
+)
 _LORA: Final = "an adapter is not a checkpoint of the model. Train all weights, or leave the gateway out"
 UNKNOWN: Final = (
     "the gateway does not know this route. It maps "
@@ -305,6 +254,7 @@ UNKNOWN: Final = (
     + ", ".join(sorted({path for _, path in GENERATION | PASSED}))
 )
 REFUSED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("/start_profile", "/stop_profile"), _PROFILE),
     **dict.fromkeys(("/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation"), _MEMORY),
     **dict.fromkeys(
         (

@@ -1,40 +1,34 @@
 """The shell of the gateway: an HTTP server with a base URL for each replica.
 
-`routes` says what a request means, `updates.decide` what follows from it, and `posts` carries that out. Requests for
-the engine itself go through `passing`, and nothing of them is kept.
+`routes` says what a request means, and `posts` does what follows from it. Requests for the engine itself go through
+`passing`, and nothing of them is kept.
 """
 
 import secrets
 import socket
 from collections.abc import Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import anyio
 import httpx
 import msgspec
-import uvicorn
 from anyio import CancelScope
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from controlplane.bus.binding import warn_in_red
 from controlplane.plane import ControlPlane
 from controlplane.trainers.gateway import routes
-from controlplane.trainers.gateway.passing import PassedOn
+from controlplane.trainers.gateway.connections import BoundedServer, connections_within_limit
+from controlplane.trainers.gateway.passing import ProxyResponse
 from controlplane.trainers.gateway.posts import Posts, status_of
-from schemas.carriers.sockets import is_local
-from schemas.errors import (
-    AddressInUse,
-    ConfigError,
-    RolloutctlError,
-)
+from schemas.errors import AddressInUse, ConfigError, RolloutctlError
+from schemas.formatting import printable
 from schemas.logs import logger_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from schemas.transport.sockets import is_local
 
 logger = logger_of("gateway")
 
@@ -42,8 +36,7 @@ BODY_BYTES_MAX: Final = 1024 * 1024
 """Largest body of a request that is answered here. What is passed on has no limit: it is not kept."""
 MOMENT_S: Final = 2.0
 """How long the first update waits for those of the other replicas."""
-KEEP_ALIVE_S: Final = 60
-"""Time for which an idle connection stays open: longer than a client keeps one before it uses it again."""
+NO_ENGINE: Final = "{} is for the engine: start the gateway with `--engine URL` for each replica"
 METHODS: Final = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
 
 
@@ -95,9 +88,10 @@ class Gateway:
             raise ConfigError(f"{len(engines)} engines are named, and there are {replicas} replicas: name one for each")
         if wrong := [url for url in engines if not url.startswith(("http://", "https://"))]:
             raise ConfigError(f"the engine {wrong[0]!r} is no URL: it must begin with http:// or https://")
-        if not (token or insecure or is_local(f"tcp://{host}:{port}")):
+        exposed = not (token or is_local(f"tcp://{host}:{port}"))
+        if exposed and not insecure:
             raise ConfigError(
-                f"refused to listen on {host!r}: other machines can reach it, and without a token anybody on them "
+                f"refused to listen on {host!r}: other machines can reach it, and without a token any program on them "
                 "could command the engines. Give a token file, listen on 127.0.0.1, or say --insecure on a network "
                 "that you trust"
             )
@@ -110,6 +104,12 @@ class Gateway:
         self._sockets = _listen(host, [port, *(_port_of(port, replica) for replica in range(replicas if ports else 0))])
         self._replica_of = {sock.getsockname()[1]: replica for replica, sock in enumerate(self._sockets[1:])}
         self._host, self._port = host, self._sockets[0].getsockname()[1]
+        self._connections = connections_within_limit(plane.view().agents_max)
+        if exposed:
+            warn_in_red(
+                f"INSECURE: every program that can reach {self.url} can command the engines and load weights "
+                "into them. Give a token file instead of --insecure"
+            )
         self._http: httpx.AsyncClient
 
     # --- addresses ----------------------------------------------------------------------------------------------------
@@ -147,21 +147,10 @@ class Gateway:
         """Answer until cancelled. Posts that still wait are then answered 503; the syncs of the bus go on."""
         methods = list(METHODS)
         app = Starlette(routes=[Route("/{path:path}", self._answer, methods=methods)])
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            http="h11",
-            ws="none",
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=2,
-        )
-        server = _Server(config)
+        server = BoundedServer(app, self._connections)
         # The trainer's own time-outs are those of what is passed on.
         timeout = httpx.Timeout(None, connect=10.0)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        limits = httpx.Limits(max_connections=self._connections, max_keepalive_connections=64)
         async with (
             httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, follow_redirects=False) as self._http,
             anyio.create_task_group() as listening,
@@ -178,15 +167,24 @@ class Gateway:
     async def _answer(self, request: Request) -> Response:
         if self._token is not None and not _has_token(request, self._token):
             return _json(401, "the gateway asks for its token: send it as `Authorization: Bearer TOKEN`")
+        if self._token is None and _is_of_a_page(request):
+            return _json(403, "the gateway takes nothing from pages in a browser, unless they have its token")
+        if "content-length" in request.headers and "transfer-encoding" in request.headers:
+            return _json(400, "a request has Content-Length or Transfer-Encoding, and not both")
         try:
             return await self._of_place(request, *self._place(request))
         except RolloutctlError as error:  # the bus has ended
             return _json(status_of(error), str(error))
+        except ClientDisconnect:
+            return Response(status_code=400)  # the client has gone
+        except Exception as error:
+            logger.exception("a request could not be answered")
+            return _json(500, f"the gateway has failed, see its log: {type(error).__name__}")
 
     async def _of_place(self, request: Request, replica: int | None, path: str) -> Response:
         if replica is None:
             if (request.method, path) == ("GET", "/workers"):
-                return JSONResponse({"workers": [{"url": url} for url in self.base_urls(request.url.hostname)]})
+                return self._workers(request)
             known = f"/workers, and the routes of an engine below {' '.join(self.base_urls(request.url.hostname))}"
             return _json(400, f"{request.method} {path} is refused: it is about no replica. There are {known}")
         passed = routes.is_passed(request.method, path)
@@ -201,19 +199,30 @@ class Gateway:
             case routes.RefusedPost(message):
                 logger.warning("replica %d: %s", replica, message)
                 return _json(400, message)
-            case routes.WorkersRead():
-                return JSONResponse({"workers": [{"url": url} for url in self.base_urls(request.url.hostname)]})
-            case routes.HealthRead():
-                if reason := self._posts.unfit(replica):
+            case routes.Plain.WORKERS:
+                return self._workers(request)
+            case routes.Plain.HEALTH:
+                if reason := self._plane.view().unfit(replica):
                     return _json(503, f"replica {replica} does not serve: {reason}")
                 return self._pass_on(request, replica, path, body=body) if self._engines else _json(200, "it serves")
-            case routes.VersionRead():
-                return await self._version_of(replica, path)
+            case routes.Plain.VERSION:
+                return await self._version_of(request, replica, path)
+            case routes.Plain.INFO:
+                url = request.url
+                address = {"host": url.netloc.removesuffix(f":{url.port}"), "port": url.port or 80}
+                return await self._answer_with(request, replica, path, address)
             case routes.TransferPost():
-                self._posts.note_transfer(replica, meaning)
+                self._posts.note_transfer(meaning)
                 return self._pass_on(request, replica, path, body=body)
             case _:
                 return _json(*await self._posts.answer(replica, meaning, request.is_disconnected))
+
+    def _workers(self, request: Request) -> Response:
+        """The base URLs of the replicas that may get requests."""
+        urls = enumerate(self.base_urls(request.url.hostname))
+        return JSONResponse(
+            {"workers": [{"url": url} for replica, url in urls if not self._plane.view().unfit(replica)]}
+        )
 
     # --- the engine's own answers -------------------------------------------------------------------------------------
 
@@ -221,11 +230,11 @@ class Gateway:
         self, request: Request, replica: int, path: str, *, body: bytes | None = None, generates: bool = False
     ) -> Response:
         if not self._engines:
-            return _json(400, f"{path} is for the engine: start the gateway with `--engine URL` for each replica")
-        if generates and (version := self._posts.quarantined(replica)):
-            return _json(503, f"replica {replica} is quarantined since v{version}, and answers no requests")
+            return _json(400, NO_ENGINE.format(path))
+        if generates and (reason := self._plane.view().unfit(replica)):
+            return _json(503, f"replica {replica} answers no requests: {reason}")
         key = self._engine_key
-        return PassedOn(
+        return ProxyResponse(
             self._http,
             request,
             f"{self._engines[replica]}{path}",
@@ -234,7 +243,7 @@ class Gateway:
             keeps_authorization=key is None and self._token is None,
         )
 
-    async def _version_of(self, replica: int, path: str) -> Response:
+    async def _version_of(self, request: Request, replica: int, path: str) -> Response:
         """The engine's answer, with the trainer's label in place of the number of the bus.
 
         SGLang 0.5.23 has no `/get_weight_version` any more, so it is not asked for it.
@@ -243,9 +252,18 @@ class Gateway:
         known: dict[str, object] = {"weight_version": label} if label else {}
         if not self._engines or (known and path == "/get_weight_version"):
             return JSONResponse({"weight_version": "unknown" if serving is None else str(serving), **known})
-        headers = {"authorization": f"Bearer {self._engine_key}"} if self._engine_key else {}
+        return await self._answer_with(request, replica, path, known)
+
+    async def _answer_with(self, request: Request, replica: int, path: str, known: dict[str, object]) -> Response:
+        """The engine's answer with what is known better here."""
+        if not self._engines:
+            return _json(400, NO_ENGINE.format(path))
+        given = request.headers.get("authorization") if self._token is None else None
+        authorization = f"Bearer {self._engine_key}" if self._engine_key else given
+        headers = {"authorization": authorization} if authorization else {}
+        url = httpx.URL(f"{self._engines[replica]}{path}", query=request.scope["query_string"] or None)
         try:
-            found = await self._http.get(f"{self._engines[replica]}{path}", headers=headers, timeout=30.0)
+            found = await self._http.get(url, headers=headers, timeout=30.0)
             if found.status_code != 200:
                 return Response(found.content, found.status_code, media_type=found.headers.get("content-type"))
             return JSONResponse({**found.json(), **known})
@@ -253,15 +271,7 @@ class Gateway:
             return _json(502, f"the engine of replica {replica} did not answer {path}: {error}")
 
 
-class _Server(uvicorn.Server):
-    """A server whose signals are the command line's."""
-
-    @contextmanager
-    def capture_signals(self) -> "Iterator[None]":
-        yield
-
-
-async def _serve_shielded(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
+async def _serve_shielded(server: BoundedServer, sockets: list[socket.socket]) -> None:
     with CancelScope(shield=True):  # it ends when it is told to, and closes its connections
         await server.serve(sockets)
 
@@ -292,6 +302,11 @@ def _has_token(request: Request, token: str) -> bool:
     return secrets.compare_digest(given.encode(), f"Bearer {token}".encode())
 
 
+def _is_of_a_page(request: Request) -> bool:
+    """Whether a page in a browser makes this request: any site's may, to a server on the same machine."""
+    return "origin" in request.headers or request.headers.get("sec-fetch-site", "none") != "none"
+
+
 async def _fields(request: Request) -> tuple[bytes, dict[str, object]]:
     """Return the body, and the parameters of the query with the fields of the body. Raises ValueError."""
     body = b""
@@ -301,6 +316,9 @@ async def _fields(request: Request) -> tuple[bytes, dict[str, object]]:
             raise ValueError(f"its body is larger than {BODY_BYTES_MAX} bytes")
     content: object = {}
     if body.strip():
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ValueError(f"its body must be JSON, and its Content-Type application/json, not {kind[:80]!r}")
         try:
             content = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -311,4 +329,4 @@ async def _fields(request: Request) -> tuple[bytes, dict[str, object]]:
 
 
 def _json(status: int, message: str) -> Response:
-    return JSONResponse({"success": status == 200, "message": message}, status)
+    return JSONResponse({"success": status == 200, "message": printable(message)}, status)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from controlplane.plane import ControlPlane
 from controlplane.trainers.checkpoints import CheckpointSync
-from controlplane.trainers.completions import CompletionsClient, Rollout
+from controlplane.trainers.completions import CompletionsClient, Rollout, again_and_again
 from controlplane.trainers.trl.prompts import prompt_ids, sampling
 from controlplane.trainers.trl.steps import warn_of_unseen
 from schemas.errors import EngineError
@@ -33,8 +33,8 @@ class BusWeightTransfer:
 
     Args:
         plane: The open control plane. Checkpoints are written below its `checkpoints`.
-        in_flight: As TRL's own, `keep` freezes running requests. Those are then of neither version alone: the cache
-            behind them is the old weights'. Train on the engine's logprobs for them, as this trainer does.
+        in_flight: As TRL's own, `keep` freezes running requests. Their first tokens are the old weights', the rest the
+            new ones'. Train on the engine's logprobs for them, as this trainer does.
         options: `keep`, `quorum` and `timeout`, see `CheckpointSync`.
 
     Attributes:
@@ -90,10 +90,11 @@ class VllmRolloutWorker:
         plane: The open control plane.
         urls: Where this process reaches each replica's vLLM server, by the index of the replica.
         args: The trainer's configuration.
-        dataset: Rows with a `prompt`; their other columns are passed to the reward functions.
+        dataset: Rows with a `prompt`; their other columns are passed to the reward functions. It is read again and
+            again, so it can't be an iterator that is used up.
         reward_funcs: Functions of `prompts`, `completions`, `completion_ids` and the columns; they return floats.
         tokenizer: The trainer's `processing_class`.
-        timeout: Seconds for one request, and for having nobody who serves.
+        timeout: Seconds for one request, and for waiting while no replica serves.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class VllmRolloutWorker:
 
     def _run(self) -> None:
         try:
-            rows = itertools.chain.from_iterable(itertools.repeat(self._dataset))
+            rows = again_and_again(self._dataset)
             while not self._ending.is_set():
                 wanted = self._args.per_device_train_batch_size * self._args.gradient_accumulation_steps
                 self._roll(list(itertools.islice(rows, max(1, wanted // self._args.num_generations))))

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.utils import logging
@@ -15,7 +15,9 @@ from controlplane.trainers.trl.prompts import prompt_ids, sampling
 from controlplane.trainers.trl.steps import BusSteps, warn_of_unseen
 from schemas.errors import ConfigError, EngineError
 from schemas.reports import SyncReport
-from workers.profilers import TrainingRank
+
+if TYPE_CHECKING:
+    from workers.profilers import TrainingRank
 
 
 class FleetSync(BusSteps):
@@ -39,7 +41,7 @@ class FleetSync(BusSteps):
     """
 
     def __init__(
-        self, plane: ControlPlane, *, rank: TrainingRank | None = None, every: int = 1, **options: Any
+        self, plane: ControlPlane, *, rank: "TrainingRank | None" = None, every: int = 1, **options: Any
     ) -> None:
         super().__init__(plane, rank)
         if every < 1:
@@ -92,7 +94,7 @@ class VllmRollouts:
         max_logprob_gap: If given, each logprob of vLLM is compared with the one that the trainer's own model computes,
             at the price of a forward pass. A larger difference ends the training: it was sampled from other weights, or
             in another precision. None to compare nothing.
-        timeout: Seconds for one request, and for having nobody who serves.
+        timeout: Seconds for one request, and for waiting while no replica serves.
 
     Attributes:
         replicas: Who sampled the newest batch.
@@ -101,7 +103,7 @@ class VllmRollouts:
     Raises:
         ConfigError: At the first batch: a replica has no URL, or an URL no vLLM.
         EngineError: A server refuses the requests, or the logprobs differ.
-        AgentsMissing: Nobody served for as long as the timeout.
+        AgentsMissing: No replica served for as long as the timeout.
     """
 
     def __init__(

@@ -1,25 +1,29 @@
 """The steps of a TRL trainer, of whatever kind."""
 
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import trl
 from transformers import TrainerCallback
 
 from controlplane.plane import ControlPlane
 from schemas.logs import logger_of
-from workers.profilers import TrainingRank
+
+if TYPE_CHECKING:
+    from workers.profilers import TrainingRank
 
 logger = logger_of("trainers")
 
-SEEN: Final = ("1.16.0",)
+TESTED_VERSIONS: Final = ("1.16.0",)
 """Versions of TRL that this was run with."""
 
 
 def warn_of_unseen() -> None:
     """Log a version of TRL that this was not run with."""
-    if trl.__version__ not in SEEN:
-        logger.warning("trl %s was not seen before: rolloutctl was run with %s", trl.__version__, ", ".join(SEEN))
+    if trl.__version__ not in TESTED_VERSIONS:
+        logger.warning(
+            "trl %s was not seen before: rolloutctl was run with %s", trl.__version__, ", ".join(TESTED_VERSIONS)
+        )
 
 
 class BusSteps(TrainerCallback):  # type: ignore[misc]
@@ -32,7 +36,7 @@ class BusSteps(TrainerCallback):  # type: ignore[misc]
         rank: The training rank of this process, if it is profiled too; each step is one of its stages.
     """
 
-    def __init__(self, plane: ControlPlane, rank: TrainingRank | None = None) -> None:
+    def __init__(self, plane: ControlPlane, rank: "TrainingRank | None" = None) -> None:
         warn_of_unseen()
         self._plane, self._rank = plane, rank
         self._stage = ExitStack()

@@ -1,8 +1,8 @@
 """What verl loads at its start, by the entry point group `verl.plugins`: the names of our trainers, and nothing else.
 
 Every process of verl (0.9.1) imports this, while verl itself is half imported, and swallows whatever it raises. So it
-imports nothing but the standard library, and waits until verl imports its V1 trainers, which only the task runner does.
-What goes wrong after that is raised when somebody asks for one of our trainers, and never before.
+imports next to nothing, and waits until verl imports its V1 trainers, which only the task runner does.
+What goes wrong after that is raised when one of our trainers is asked for, and never before.
 """
 
 import importlib
@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Final
 
+from controlplane.shadowing import refuse_foreign
+
 TRAINERS: Final = "verl.trainer.ppo.v1"
 """The package that imports verl's V1 trainers; it has `register_trainer`."""
 MODES: Final = {
@@ -24,7 +26,7 @@ MODES: Final = {
 """verl's trainer modes, and their classes in that package."""
 PREFIX: Final = "rolloutctl_"
 _REGISTERED: Final = "_rolloutctl"
-"""Set on that package once it has our trainers, whoever loads this module again."""
+"""Set on that package once it has our trainers, however often this module is loaded."""
 
 
 class _AfterImport(MetaPathFinder):
@@ -65,8 +67,9 @@ def register(verl_trainers: Any) -> None:
         base = getattr(verl_trainers, base_name, verl_trainers.PPOTrainer)
         name = f"Rolloutctl{base_name}"
         try:
+            refuse_foreign()
             trainer = importlib.import_module("controlplane.trainers.verl.trainer")
-            cls = type(name, (trainer.OnTheBus, base), {"mode": mode})
+            cls = type(name, (trainer.RolloutctlTrainer, base), {"mode": mode})
         except Exception as error:
             cls = type(name, (base,), {"__init__": _raising(mode, error)})
         try:

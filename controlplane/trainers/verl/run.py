@@ -11,18 +11,19 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 from urllib.parse import urlsplit
 
-from controlplane.phased_sync import SendWeights
 from controlplane.plane import ControlPlane
+from controlplane.sending import SendWeights
 from controlplane.tickets import Ticket
 from controlplane.trainers.verl.servers import ServerEngines
 from controlplane.trainers.verl.settings import SECTION, VerlSettings
 from schemas.commands import Pushed
 from schemas.config import AgentConfig
-from schemas.errors import ConfigError, RolloutctlError
+from schemas.errors import ConfigError, ExtraMissing, RolloutctlError, SyncInProgress
 from schemas.identity import RolloutMode
 from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig
@@ -33,6 +34,8 @@ logger = logger_of("verl")
 
 POLL_S: Final = 0.1
 """Seconds between two looks at who has joined."""
+WAIT_S: Final = 1.0
+"""Seconds between two tries to sync while an operator does."""
 
 
 class Updated(NamedTuple):
@@ -168,16 +171,8 @@ class VerlRun:
         label = held if step is None else str(step)
         if self._left or label == held:  # the same weights again, for servers that slept
             return Updated(await update(), frozenset(), frozenset())
-        begun, pushed = Future[None](), Future[None]()
-
-        def send(_: tuple[int, ...]) -> None:
-            _resolve(begun)
-            pushed.result()
-
-        ticket = self._sync(label, ranks, send)
-        if ticket is not None:
-            ticket.when_done(lambda _: _resolve(begun))
-            await asyncio.wrap_future(begun)
+        pushed = Future[None]()
+        ticket = await self._begin_sync(label, ranks, pushed)
         try:
             answer = await update()
         except BaseException as error:
@@ -186,14 +181,39 @@ class VerlRun:
             await _ended(ticket)
             raise
         pushed.set_result(None)
-        report = await _ended(ticket) or await _ended(self._sync(label, ranks))  # the servers hold them all the same
+        report = await _ended(ticket)
+        if report is None:  # the servers hold them all the same
+            report = await _ended(await self._begin_sync(label, ranks, None))
         if report is None:
             self._leave(label)
             return Updated(answer, frozenset(), ranks)
         self._labels[ranks] = label
         return Updated(answer, frozenset(report.quarantined), frozenset(report.unproven))
 
-    def _sync(self, label: str, ranks: frozenset[int], send: SendWeights | None = None) -> Ticket[SyncReport] | None:
+    async def _begin_sync(
+        self, label: str, ranks: frozenset[int], pushed: Future[None] | None
+    ) -> Ticket[SyncReport] | None:
+        """Ask for a sync, and return once it wants the weights, or has ended. An operator's is waited for.
+
+        Args:
+            label: Of the weights.
+            ranks: Replicas that they are for.
+            pushed: Done when they are pushed; None if they are already.
+        """
+        until = time.monotonic() + self._settings.timeout
+        while True:
+            begun = Future[None]()
+            ticket = self._sync(label, ranks, _sender(begun, pushed) if pushed is not None else None)
+            if ticket is None:
+                return None
+            ticket.when_done(partial(_resolve, begun))
+            await asyncio.wrap_future(begun)
+            if not _in_progress(ticket) or time.monotonic() > until:
+                return ticket
+            logger.warning("the weights of step %s wait for the end of another sync", label)
+            await asyncio.sleep(WAIT_S)
+
+    def _sync(self, label: str, ranks: frozenset[int], send: SendWeights | None) -> Ticket[SyncReport] | None:
         """Ask for a sync of weights that verl pushes; None if that can't be done."""
         settings = self._settings
         try:
@@ -222,9 +242,27 @@ class VerlRun:
         return frozenset(line.agent for line in self._plane.status().agents if line.state == "live")
 
 
-def _resolve(future: Future[None]) -> None:
+def _resolve(future: Future[None], _: object = None) -> None:
     with suppress(InvalidStateError):
         future.set_result(None)
+
+
+def _sender(begun: Future[None], pushed: Future[None]) -> SendWeights:
+    def send(_: tuple[int, ...]) -> None:
+        _resolve(begun)
+        pushed.result()
+
+    return send
+
+
+def _in_progress(ticket: Ticket[SyncReport]) -> bool:
+    """Whether a sync was refused because another one has not ended."""
+    try:
+        return ticket.done and ticket.wait() is None
+    except SyncInProgress:
+        return True
+    except RolloutctlError:
+        return False
 
 
 async def _ended(ticket: Ticket[SyncReport] | None) -> SyncReport | None:
@@ -245,14 +283,12 @@ async def _ended(ticket: Ticket[SyncReport] | None) -> SyncReport | None:
 
 
 def _serve_metrics(plane: ControlPlane, address: str) -> Callable[[], object]:
-    """Serve the metrics of the bus. Returns what ends it. Raises ConfigError."""
+    """Serve the metrics of the bus. Returns what ends it. Raises ExtraMissing or ConfigError."""
     try:
         from controlplane.metrics import BusCollector
-        from schemas.carriers.exposition import serve_metrics
+        from schemas.transport.exposition import serve_metrics
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{SECTION}.metrics_port needs prometheus-client ({error}): pip install 'rolloutctl[metrics]'"
-        ) from None
+        raise ExtraMissing(f"{SECTION}.metrics_port needs prometheus-client ({error})", "metrics") from None
     served, end = serve_metrics(BusCollector(plane), address)
     logger.info("metrics at %s", served)
     return end

@@ -1,4 +1,4 @@
-"""verl's V1 trainers on the bus: what is mixed into each of them, when somebody asks for one.
+"""verl's V1 trainers on the bus: what is mixed into each of them, when one is asked for.
 
 This module is imported in the task runner alone, after verl's own trainers. It is written against verl 0.9.1, whose
 methods it extends; a door that verl does not have is named at the start.
@@ -17,7 +17,7 @@ from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig, read_verl_config
 
 logger = logger_of("verl")
-SEEN: Final = ("0.9.1",)
+TESTED_VERSIONS: Final = ("0.9.1",)
 """Versions of verl that this was run with."""
 _DOORS: Final = (
     *("_setup", "_rollout_server_managers", "_start_profiling", "_start_rollout_profiling"),
@@ -28,7 +28,7 @@ _DISCRETE: Final = ("torch", "npu")
 """Tools that verl's servers run, in discrete mode only."""
 
 
-class OnTheBus:
+class RolloutctlTrainer:
     """Comes before one of verl's V1 trainers among the bases of a class.
 
     Args:
@@ -60,10 +60,12 @@ class OnTheBus:
         if missing:
             raise ConfigError(
                 f"verl {verl.__version__} has no {', '.join(missing)}, which rolloutctl extends (as of verl "
-                f"{', '.join(SEEN)}). trainer.v1.trainer_mode={self.mode} is verl without rolloutctl"
+                f"{', '.join(TESTED_VERSIONS)}). trainer.v1.trainer_mode={self.mode} is verl without rolloutctl"
             )
-        if verl.__version__ not in SEEN:
-            logger.warning("rolloutctl was run with verl %s, and not with %s", ", ".join(SEEN), verl.__version__)
+        if verl.__version__ not in TESTED_VERSIONS:
+            logger.warning(
+                "rolloutctl was run with verl %s, and not with %s", ", ".join(TESTED_VERSIONS), verl.__version__
+            )
 
     def _setup(self) -> None:
         super()._setup()  # type: ignore[misc]

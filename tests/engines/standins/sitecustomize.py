@@ -6,14 +6,18 @@ SGLang's scheduler puts a span around each batch while a profiler records, and e
 within it. With the torch that it is released with (2.14.1) that is fine; torch 2.13, the newest with a build for plain
 CPUs, writes into memory that the first one has freed, and kills the scheduler about half of the time. So there are no
 such spans here.
+
+Its LoRA adapters ask for pinned memory, which torch has only for a GPU. Here it is ordinary memory.
 """
 
 import contextlib
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
 import types
+from collections.abc import Callable
 
 ABSENT = ("torchvision", "torchaudio")
 _find_spec = importlib.util.find_spec
@@ -30,32 +34,56 @@ class _Nothing(types.ModuleType):
         return type(name, (), {})
 
 
-class _WithoutSpans(importlib.abc.Loader):
-    """Loads SGLang's module of spans, and has it make none for the scheduler."""
+class _Changed(importlib.abc.Loader):
+    """Loads a module of SGLang, and then changes something."""
 
-    def __init__(self, loader: importlib.abc.Loader) -> None:
-        self._loader = loader
+    def __init__(self, loader: importlib.abc.Loader, change: Callable[[types.ModuleType], None]) -> None:
+        self._loader, self._change = loader, change
 
     def create_module(self, spec):  # type: ignore[no-untyped-def]
         return self._loader.create_module(spec)
 
     def exec_module(self, module):  # type: ignore[no-untyped-def]
         self._loader.exec_module(module)
-        every = module.profile_range
-
-        def profile_range(name: str, **options: object) -> object:
-            return contextlib.nullcontext() if name.startswith("scheduler.") else every(name, **options)
-
-        module.profile_range = profile_range
+        self._change(module)
 
 
-class _Spans(importlib.abc.MetaPathFinder):
+def _without_spans(module: types.ModuleType) -> None:
+    """Have the module of spans make none for the scheduler."""
+    every = module.profile_range
+
+    def profile_range(name: str, **options: object) -> object:
+        return contextlib.nullcontext() if name.startswith("scheduler.") else every(name, **options)
+
+    module.profile_range = profile_range  # type: ignore[attr-defined]
+
+
+def _unpinned(module: types.ModuleType) -> None:
+    """Have torch, which the module has imported, make ordinary tensors where pinned ones are asked for."""
+    import torch
+
+    def ordinary(make: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(make)
+        def made(*values: object, pin_memory: bool = False, **options: object) -> object:
+            return make(*values, **options)
+
+        return made
+
+    for name in ("tensor", "empty", "zeros", "ones", "arange", "full"):
+        setattr(torch, name, ordinary(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
+
+
+_CHANGES = {"sglang.srt.utils.nvtx_utils": _without_spans, "sglang.srt.lora.lora_manager": _unpinned}
+
+
+class _Changes(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
-        if name != "sglang.srt.utils.nvtx_utils":
+        if name not in _CHANGES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _WithoutSpans(spec.loader)
+            spec.loader = _Changed(spec.loader, _CHANGES[name])
         return spec
 
 
@@ -76,6 +104,6 @@ def _honest_find_spec(name: str, package: str | None = None) -> importlib.machin
     return None if name.split(".")[0] in ABSENT else _find_spec(name, package)
 
 
-sys.meta_path.insert(0, _Spans())
+sys.meta_path.insert(0, _Changes())
 sys.meta_path.append(_Finder())
 importlib.util.find_spec = _honest_find_spec

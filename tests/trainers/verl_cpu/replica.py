@@ -1,4 +1,4 @@
-"""verl's side of the engine stand-in: a replica that launches it, and the adapter through which weights reach it."""
+"""verl's side of the engine stand-in: a replica that launches it, and the backend through which weights reach it."""
 
 import os
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ class StandInReplica(RolloutReplica):  # type: ignore[misc]
 
 
 class ServerAdapter(BaseRollout):  # type: ignore[misc]
-    """Sends the weights of one training rank's replica to its server, in the order of vLLM's adapter."""
+    """Sends the weights of one training rank's replica to its server, in the order of vLLM's backend."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)

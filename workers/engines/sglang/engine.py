@@ -1,7 +1,7 @@
-"""SGLang, over HTTP or in process. One adapter, which calls methods by `TokenizerManager`'s names either way.
+"""SGLang, over HTTP or in process. One backend, which calls methods by `TokenizerManager`'s names either way.
 
 Checked against the source of SGLang 0.5.6 to 0.5.23; run with 0.5.23. Versions differ in the parameters of their
-methods, so the adapter looks up which ones a method takes.
+methods, so the backend looks up which ones a method takes.
 
 Where SGLang differs from other engines:
 
@@ -9,8 +9,9 @@ Where SGLang differs from other engines:
   load that flushes while requests run, on a profile by stage without a number of steps. The machine prevents most of
   this. Here, a release comes after a flush that succeeded, and a load never flushes.
 - Health proves nothing: on node ranks above 0 it is 200, and every engine route is 404. `/server_info` is decisive.
-- A second start of a profile is a 200 that discards the first, whoever started it. Only a start for a later forward
-  step reveals whether a session is open. So before each start, the adapter sends one for a step that never comes.
+- A second start of a profile is a 200 that discards the first, whichever client started it. Only a start for a later
+  forward step reveals whether a session is open. So before each start, the backend sends one for a step that never
+  comes.
 - A stop of a session that ended by itself is a bare 500. So is a stop, by stage, of a session that has not begun; it
   would begin in a later step. The start that never comes replaces it.
 - By stage, the first token ends the trace of the prompts. A prompt that arrives while tokens are recorded ends up in
@@ -19,26 +20,28 @@ Where SGLang differs from other engines:
 - Modules appear in stacks only, so a plan with modules records stacks. An NPU's level is SGLang's own (never run here).
 - `update_weight_version` aborts every request unless told not to.
 - A pause with `in_place` or `retract` can't be verified over HTTP: no route reports it.
+- `in_place` keeps the cache of frozen requests, and refuses a flush until they have ended. `retract` gives their cache
+  up, so a flush succeeds (from 0.5.21 on), and they are computed anew: that is what `keep` needs when weights change.
+- An adapter that does not fit the model is loaded with 200, and the scheduler dies at the first request for it. One too
+  many silently unloads the least used. A request for an unloaded one loads it again (docs/lora.md).
 """
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final, assert_never
 
 import anyio
-from anyio import CancelScope, to_thread
+from anyio import to_thread
 from msgspec.structs import replace
 
 from schemas import events
-from schemas.commands import Broadcast, Checkpoint, Manifest
-from schemas.errors import CheckpointError, EngineError
-from schemas.identity import GPUS_PER_NODE_MAX, InFlight
-from schemas.safetensors.format import read_layout, safetensors_files
-from workers.engines.attached import AttachedEngine
+from schemas.commands import Broadcast, Manifest
+from schemas.errors import EngineError, RefusedError, UnansweredError, UnsupportedError
+from schemas.events import Load, Restore
+from workers.engines.attached import AttachedEngine, label_after, weight_update
 from workers.engines.checkpoint import buckets, group_ranks, torch_dtypes_and_shapes
-from workers.engines.client import RETRY_S, CallRefused, EngineClient, retry_time_s
+from workers.engines.client import RETRY_S, CallRefused, EngineClient, begun, retry_time_s
+from workers.engines.counters import requests_under_way
 from workers.engines.sglang.launch import SGLANG, SGLangLaunch
 from workers.engines.sglang.profile import NEVER, profile_arguments
 from workers.traces.node import collect_traces, make_fresh, require_writable
@@ -47,13 +50,15 @@ FLUSH_WAIT_S: Final = 5.0
 """Most seconds that the server itself waits for a moment without requests, if its version can."""
 STAGES: Final = 2
 
-_PAUSE_MODES: Final[dict[InFlight, str]] = {"abort": "abort", "wait": "retract", "keep": "in_place"}
+_IN_GROUP: Final = "group name has already been created"
+"""torch's answer to a process that is in the group (`_new_process_group_helper`, 2.5 to 2.13)."""
+_UPDATE: Final = ("begin_weight_update", "end_weight_update")  # from 0.5.21 on
 
 
 class SGLangEngine(AttachedEngine[SGLangLaunch]):
     """One SGLang engine, seen from one node of its replica. The client reaches this node's own server."""
 
-    kind = SGLANG
+    kind, _loaded_option = SGLANG, "--max-loaded-loras"
 
     async def open(self) -> None:
         """Attach to the engine.
@@ -77,19 +82,16 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
                 await self._sleep(client, launch, call, timeout_s)
             case events.Wake():
                 await client.call("resume_memory_occupation", tags=sorted(call.tags))
-            case events.Load():
+            case Load() | Restore():
                 await self._load(client, launch, call)
             case events.Flush():
                 await self._flush(client, launch, timeout_s)
             case events.Abort():
                 await client.call("abort_request", rid="", abort_all=True)
-            case events.CheckProfile():
-                profile_arguments(call.plan, "", self._traces, launch)
-                await to_thread.run_sync(require_writable, self._traces, "sglang")
-            case events.StartProfile():
-                await self._start_profile(client, launch, call)
-            case events.StopProfile():
-                return await self._stop_profile(client, call)
+            case events.CheckProfile() | events.StartProfile() | events.StopProfile():
+                return await self._profile(client, launch, call)
+            case events.CheckAdapter() | events.LoadAdapter() | events.UnloadAdapter():
+                await self._adapter(client, launch, call)
             case _:
                 assert_never(call)
         return events.Returned()
@@ -99,55 +101,51 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
     async def _pause(self, client: EngineClient, launch: SGLangLaunch, call: events.Pause, timeout_s: float) -> None:
         if call.mode == "wait":
             await self._flush(client, launch, timeout_s)  # succeeds in a moment without requests
-        await client.call("pause_generation", mode=_PAUSE_MODES[call.mode])
+        freezes = "in_place" if call.mode == "keep" and not launch.recomputes else "retract"
+        await client.call("pause_generation", mode="abort" if call.mode == "abort" else freezes)
 
     async def _sleep(self, client: EngineClient, launch: SGLangLaunch, call: events.Sleep, timeout_s: float) -> None:
         if "weights" in call.tags and not call.discard and not launch.keeps_weights:
-            raise EngineError(
+            raise UnsupportedError(
                 "sglang would lose the weights that it releases: launch it with --enable-weights-cpu-backup, or sleep "
                 "with `discard` and load them again. Nothing was released."
             )
         await self._flush(client, launch, timeout_s)
         await client.call("release_memory_occupation", tags=sorted(call.tags))
 
-    async def _check_source(self, launch: SGLangLaunch, call: events.CheckSource) -> None:
-        if isinstance(call.source, Checkpoint) and call.source.as_tensors and self._identity.nnodes > 1:
-            raise CheckpointError("tensors are handed over on one node only: use a broadcast for several.")
-        await super()._check_source(launch, call)
-
-    async def _load(self, client: EngineClient, launch: SGLangLaunch, call: events.Load) -> None:
-        source = call.source
-        if isinstance(source, Broadcast):
-            await self._receive(client, launch, source, call.manifest)
+    async def _load(self, client: EngineClient, launch: SGLangLaunch, call: Load | Restore) -> None:
+        if isinstance(call, Load) and isinstance(call.source, Broadcast):
+            await self._receive(client, launch, call.source, call.manifest)
         else:
-            directory = await to_thread.run_sync(self._sources.checked_directory, source, call.manifest, launch.model)
-            if source.as_tensors:
-                await self._hand_over(client, launch, directory)
-            else:  # without a format it may fall back to unpickling; its own flush kills versions up to 0.5.21
-                await client.call(
-                    "update_weights_from_disk", model_path=str(directory), load_format="safetensors", flush_cache=False
-                )
-        await client.call(
-            "update_weight_version", new_version=call.label or str(call.version), abort_all_requests=False
-        )
+            directory = await to_thread.run_sync(self._directory, launch, call)
+            # Without a format it may fall back to unpickling. Its own flush kills versions up to 0.5.21.
+            await client.call(
+                "update_weights_from_disk", model_path=str(directory), load_format="safetensors", flush_cache=False
+            )
+        with begun():
+            await client.call("update_weight_version", new_version=label_after(call), abort_all_requests=False)
 
     async def _receive(
         self, client: EngineClient, launch: SGLangLaunch, source: Broadcast, manifest: Manifest | None
     ) -> None:
         layout = self._sources.checked_layout(source, manifest, launch.model, self._identity)
-        if self._group != source.group:
+        if self._joined != (launch.instance, source.group):
             offset, world = group_ranks(source, self._identity)
-            await client.call(
-                "init_weights_update_group",
-                master_address=source.host,
-                master_port=source.port,
-                rank_offset=offset,
-                world_size=world,
-                group_name=source.group,
-                backend=source.backend,
-            )
-            self._group = source.group
-        async with _weight_update(client, launch):
+            try:
+                await client.call(
+                    "init_weights_update_group",
+                    master_address=source.host,
+                    master_port=source.port,
+                    rank_offset=offset,
+                    world_size=world,
+                    group_name=source.group,
+                    backend=source.backend,
+                )
+            except CallRefused as error:
+                if _IN_GROUP not in error.body:  # it is in it since before its agent was restarted
+                    raise
+            self._joined = (launch.instance, source.group)
+        async with weight_update(client, launch, *_UPDATE):
             for names in buckets(layout):
                 dtypes, shapes = torch_dtypes_and_shapes(layout, names)
                 await client.call(
@@ -159,38 +157,67 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
                     flush_cache=False,
                 )
 
-    async def _hand_over(self, client: EngineClient, launch: SGLangLaunch, directory: Path) -> None:
-        """Pass tensors through SGLang's own serializer, which names shared memory instead of copying."""
-        if not 0 < launch.tensor_parallel <= GPUS_PER_NODE_MAX:
-            raise EngineError(f"sglang reports {launch.tensor_parallel} tensor-parallel ranks on one node.")
-        layout = await to_thread.run_sync(read_layout, directory)
-        async with _weight_update(client, launch):
-            for names in buckets(layout):
-                packed = await to_thread.run_sync(_packed, directory, names)
-                each_rank = [packed] * launch.tensor_parallel
-                await client.call("update_weights_from_tensor", serialized_named_tensors=each_rank, flush_cache=False)
-
     async def _flush(self, client: EngineClient, launch: SGLangLaunch, timeout_s: float) -> None:
-        """Flush. It is refused while requests run: ask again until it succeeds or the time is up."""
+        """Flush. It is refused while requests run: ask again until it succeeds or the time is up.
+
+        Raises:
+            RefusedError: It did not flush, or did not say so. What follows a flush was not begun.
+        """
         until = time.monotonic() + retry_time_s(timeout_s)
         waits = bool({"timeout_s", "timeout"} & launch.methods["flush_cache"])
+        wait_s = 0.0  # at first: a server that waits does so for frozen requests too, which don't matter to a flush
         while True:
-            left = until - time.monotonic()
             try:
-                await client.call("flush_cache", **({"timeout_s": max(0.0, min(FLUSH_WAIT_S, left))} if waits else {}))
+                await client.call("flush_cache", **({"timeout_s": wait_s} if waits else {}))
                 return
             except CallRefused as error:
                 if error.status not in (None, 400) or time.monotonic() + RETRY_S > until:
-                    raise
+                    raise RefusedError(str(error)) from error
+            except UnansweredError as error:
+                raise RefusedError(str(error)) from error
             await anyio.sleep(RETRY_S)
+            wait_s = max(0.0, min(FLUSH_WAIT_S, until - time.monotonic()))
+
+    async def _in_use(self, client: EngineClient, launch: SGLangLaunch, model: str) -> bool | None:
+        """Ask its metrics whether any request runs at all.
+
+        An unload waits for the adapter's requests, while it holds up every other load and unload: under a pause for
+        ever.
+        """
+        try:
+            if "is_ready" in launch.methods:
+                await client.read("is_ready")
+        except CallRefused as error:
+            reason = f"sglang is paused: to unload {model} would hold up every load until it continues."
+            raise RefusedError(reason) from error
+        try:
+            under_way = requests_under_way(str(await client.read("get_metrics")))
+        except (CallRefused, UnansweredError):
+            return None
+        return False if under_way == 0 else None
 
     # --- profiling ----------------------------------------------------------------------------------------------------
+
+    async def _profile(
+        self,
+        client: EngineClient,
+        launch: SGLangLaunch,
+        call: events.CheckProfile | events.StartProfile | events.StopProfile,
+    ) -> events.Returned:
+        if isinstance(call, events.StopProfile):
+            return await self._stop_profile(client, call)
+        if isinstance(call, events.StartProfile):
+            await self._start_profile(client, launch, call)
+        else:
+            profile_arguments(call.plan, "", self._traces, launch)
+            await to_thread.run_sync(require_writable, self._traces, "sglang")
+        return events.Returned()
 
     async def _start_profile(self, client: EngineClient, launch: SGLangLaunch, call: events.StartProfile) -> None:
         arguments = profile_arguments(call.session.plan, call.directory, self._traces, launch)
         await to_thread.run_sync(make_fresh, self._traces / call.directory)
         if not await _accepts(client, "start_profile", **NEVER):
-            raise EngineError(
+            raise RefusedError(
                 "sglang already records a session that this agent did not start, and a new start would discard it. It "
                 "was left running: stop it where it was started (/stop_profile), then start again."
             )
@@ -225,47 +252,6 @@ async def _accepts(client: EngineClient, method: str, **arguments: object) -> bo
             raise
         return False
     return True
-
-
-@asynccontextmanager
-async def _weight_update(client: EngineClient, launch: SGLangLaunch) -> AsyncIterator[None]:
-    """Begin and end a weight update, from 0.5.21 on. One that is left open blocks every later one."""
-    if "begin_weight_update" not in launch.methods:
-        yield
-        return
-    await client.call("begin_weight_update")
-    try:
-        yield
-    except BaseException:
-        with CancelScope(shield=True), suppress(EngineError):  # the first error is the one to report
-            await client.call("end_weight_update")
-        raise
-    await client.call("end_weight_update")
-
-
-def _packed(directory: Path, names: list[str]) -> str:
-    """Pack named tensors in SGLang's format. Raises EngineError where SGLang is not installed."""
-    try:
-        import safetensors
-        import torch
-        from sglang.srt.utils import MultiprocessingSerializer
-    except ImportError as error:
-        raise EngineError(
-            f"tensors can't be handed over: {error.name} is not installed beside this agent. Run the agent from the "
-            "environment of its engine, or sync without `as_tensors`."
-        ) from error
-    wanted, tensors = set(names), []
-    for file in safetensors_files(directory):
-        with safetensors.safe_open(file, framework="pt") as opened:
-            tensors += [(name, opened.get_tensor(name)) for name in opened.keys() if name in wanted]  # noqa: SIM118
-    before = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-    # The other strategy crashes SGLang.
-    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
-    try:
-        packed: str = MultiprocessingSerializer.serialize(tensors, output_str=True)
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)  # type: ignore[no-untyped-call]
-    return packed
 
 
 def _files(directory: Path) -> list[str]:

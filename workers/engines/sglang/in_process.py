@@ -14,12 +14,13 @@ import sys
 from asyncio import AbstractEventLoop
 from collections.abc import Mapping
 from importlib import import_module
+from types import ModuleType
 from typing import Any, Final
 
-from workers.engines.client import CallRefused, Methods, Unanswered
+from schemas.errors import RefusedError
+from workers.engines.client import CallRefused, Methods
 from workers.engines.in_process import (
     InProcessClient,
-    InProcessReader,
     call_and_await,
     instance_id,
     parameter_names,
@@ -33,48 +34,59 @@ REQUEST_OF: Final[Mapping[str, str]] = {
     "release_memory_occupation": "ReleaseMemoryOccupationReqInput",
     "resume_memory_occupation": "ResumeMemoryOccupationReqInput",
     "update_weights_from_disk": "UpdateWeightFromDiskReqInput",
-    "update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
     "update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
     "begin_weight_update": "BeginWeightUpdateReqInput",
     "end_weight_update": "EndWeightUpdateReqInput",
     "init_weights_update_group": "InitWeightsUpdateGroupReqInput",
     "update_weight_version": "UpdateWeightVersionReqInput",
+    "load_lora_adapter": "LoadLoRAAdapterReqInput",
+    "unload_lora_adapter": "UnloadLoRAAdapterReqInput",
 }
 """Methods that take one request object, with its class. `start_profile` does so from 0.5.15 on."""
 PLAIN: Final = ("stop_profile", "flush_cache", "abort_request")
 """Methods that take arguments, or none."""
+KEPT: Final = ("list_models", "count_lora_requests")
+"""What is read of its registry of adapters."""
 LAUNCH: Final = (
-    *("random_seed", "node_rank", "device", "model_path", "tp_size"),
+    *("random_seed", "node_rank", "nnodes", "device", "model_path", "load_format", "tp_size", "pp_size", "dp_size"),
+    *("enable_dp_attention", "attn_dp_size"),
     *("enable_memory_saver", "enable_weights_cpu_backup"),
+    *("enable_lora", "max_lora_rank", "lora_target_modules", "max_loras_per_batch", "max_loaded_loras"),
+    "tokenizer_worker_num",
 )
-"""Launch settings that the adapter reads."""
+"""Launch settings that the backend reads."""
 
 
-class TokenizerManagerReader(InProcessReader):
-    """An `EngineReader` of a `TokenizerManager` (SGLang 0.5.6 or newer). It calls `config_value` and `resolved_dict`,
-    which look things up, and no other method.
+class TokenizerManagerClient(InProcessClient):
+    """An `EngineClient` of a `TokenizerManager` (SGLang 0.5.6 or newer). To read, it calls `config_value` and
+    `resolved_dict`, which look things up, and no other method.
 
     Args:
         manager: The tokenizer manager; None on a node that has none.
+        requests: The module of its request classes; SGLang's own by default.
     """
 
     where, _owner = "TokenizerManager", "sglang's"
 
-    def __init__(self, manager: Any) -> None:
-        super().__init__(manager)
+    def __init__(self, manager: Any, requests: ModuleType | None = None) -> None:
+        super().__init__(manager, requests)
         self._manager = manager
 
     async def methods(self) -> Methods | None:
-        """Return what can be read. None while the engine is being shut down."""
+        """Read the methods' signatures and request classes. None while the engine is being shut down."""
         self._require_loop()
         if not self._can_command():
             return {}
         if self._manager.gracefully_exit:
             return None
-        return {"is_paused": frozenset(), "get_weight_version": frozenset()}
+        found = {name: getattr(self._manager, name, None) for name in (*REQUEST_OF, *PLAIN)}
+        called = {name: self._parameters(name, method) for name, method in found.items() if callable(method)}
+        read = {"is_paused": frozenset[str](), "get_weight_version": frozenset[str]()}
+        read |= dict.fromkeys(KEPT, frozenset[str]()) if self._registry() is not None else {}
+        return {"update_weight_version": frozenset({"new_version", "abort_all_requests"}), **called, **read}
 
     async def info(self) -> Mapping[str, object] | None:
-        """Return what the adapter reads of `/server_info`.
+        """Return what the backend reads of `/server_info`.
 
         None where nothing can be commanded: without a tokenizer manager, or with the router that replaces it in front
         of several.
@@ -84,21 +96,31 @@ class TokenizerManagerReader(InProcessReader):
         arguments = self._manager.server_args
         resolve = getattr(arguments, "resolved_dict", None)  # newer versions resolve defaults separately
         resolved = resolve() if callable(resolve) else {}
+        read = {name: resolved.get(name, getattr(arguments, name, None)) for name in LAUNCH}
         return {
-            **{name: resolved.get(name, getattr(arguments, name, None)) for name in LAUNCH},
+            **{name: sorted(value) if isinstance(value, set) else value for name, value in read.items()},
             "version": getattr(sys.modules.get("sglang"), "__version__", None),
             "startup_time": getattr(self._manager, "startup_time", None),
             "launched_at": instance_id(self._manager),  # two launches with a given seed share it
         }
 
     async def read(self, method: str, /) -> object:
-        """Read an attribute of the tokenizer manager. Raises Unanswered during shutdown."""
+        """Read an attribute of the tokenizer manager. Raises RefusedError during shutdown."""
         self._require_loop()
         self._require_up(method)
         if method == "is_paused":
             return self._manager.is_pause
+        if method in KEPT:
+            found = self._registry().get_all_adapters()
+            if method == "list_models":
+                return [{"id": name, "root": each.lora_path, "parent": "base"} for name, each in found.items()]
+            return {name: self._registry()._counters[each.lora_id].value() for name, each in found.items()}
         current = getattr(self._manager, "config_value", None)
         return current("weight_version") if callable(current) else self._manager.server_args.weight_version
+
+    def _registry(self) -> Any:
+        """What knows its adapters; None without LoRA."""
+        return getattr(self._manager, "lora_registry", None)
 
     def _can_command(self) -> bool:
         return callable(getattr(self._manager, "pause_generation", None))
@@ -109,25 +131,7 @@ class TokenizerManagerReader(InProcessReader):
 
     def _require_up(self, method: str) -> None:
         if not self._can_command() or self._manager.gracefully_exit:
-            raise Unanswered(f"{self.where}.{method} was not called: the engine is being shut down, or is not here.")
-
-
-class TokenizerManagerClient(InProcessClient, TokenizerManagerReader):
-    """An `EngineClient` of a `TokenizerManager`.
-
-    Args:
-        manager: The tokenizer manager; None on a node that has none.
-        requests: The module of its request classes; SGLang's own by default.
-    """
-
-    async def methods(self) -> Methods | None:
-        """Read the methods' signatures and request classes. None while the engine is being shut down."""
-        read = await super().methods()
-        if not read:
-            return read
-        found = {name: getattr(self._manager, name, None) for name in (*REQUEST_OF, *PLAIN)}
-        called = {name: self._parameters(name, method) for name, method in found.items() if callable(method)}
-        return {"update_weight_version": frozenset({"new_version", "abort_all_requests"}), **called, **read}
+            raise RefusedError(f"{self.where}.{method} was not called: the engine is being shut down, or is not here.")
 
     async def _call(self, method: str, arguments: dict[str, object]) -> object:
         """Call a method. Nothing else here awaits the engine."""
@@ -185,4 +189,4 @@ def _verdict(result: object) -> tuple[bool, str]:
         case (bool() as success, *rest):
             return success, str(rest[0]) if rest else ""
     success = getattr(result, "success", True)
-    return success is not False, str(getattr(result, "message", ""))
+    return success is not False, str(getattr(result, "message", "") or getattr(result, "error_message", ""))

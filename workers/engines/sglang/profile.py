@@ -33,7 +33,10 @@ def profile_arguments(plan: ProfilePlan, directory: str, traces: Path, launch: S
     """Return the arguments of a start.
 
     Args:
+        plan: What to record.
         directory: The session's directory, below `traces`.
+        traces: Root of this node's session directories.
+        launch: How the engine was launched.
 
     Raises:
         UnsupportedError: This engine can't record what the plan asks for.

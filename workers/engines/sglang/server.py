@@ -5,6 +5,9 @@ from typing import Final
 
 from workers.engines.http import HttpClient, HttpReader, Route
 
+UNLOAD_S: Final = 2.0
+"""How long to wait for an unload. It goes on without us, once the adapter's requests have ended."""
+
 ROUTES: Final[Mapping[str, Route]] = {
     "start_profile": Route("POST", "/start_profile"),
     "stop_profile": Route("POST", "/stop_profile"),
@@ -15,7 +18,6 @@ ROUTES: Final[Mapping[str, Route]] = {
     "release_memory_occupation": Route("POST", "/release_memory_occupation"),
     "resume_memory_occupation": Route("POST", "/resume_memory_occupation"),
     "update_weights_from_disk": Route("POST", "/update_weights_from_disk"),
-    "update_weights_from_tensor": Route("POST", "/update_weights_from_tensor"),
     "update_weights_from_distributed": Route("POST", "/update_weights_from_distributed"),
     "begin_weight_update": Route("POST", "/begin_weight_update"),
     "end_weight_update": Route("POST", "/end_weight_update"),
@@ -23,6 +25,9 @@ ROUTES: Final[Mapping[str, Route]] = {
     "update_weight_version": Route("POST", "/update_weight_version", repeatable=True),
     "get_weight_version": Route("GET", "/model_info", answer="weight_version"),
     "is_ready": Route("GET", "/ready"),
+    "load_lora_adapter": Route("POST", "/load_lora_adapter"),
+    "unload_lora_adapter": Route("POST", "/unload_lora_adapter", timeout_s=UNLOAD_S),
+    "list_models": Route("GET", "/v1/models", answer="data"),
     "get_metrics": Route("GET", "/metrics", unlisted=True),
 }
 """By the names of `TokenizerManager`'s methods (sglang/srt/entrypoints/http_server.py)."""

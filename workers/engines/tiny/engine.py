@@ -7,7 +7,7 @@ It starts paused: the agent learns the desired state only some moments later, an
 """
 
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, assert_never
@@ -17,11 +17,16 @@ from anyio import CancelScope, to_thread
 from msgspec.structs import replace
 
 from schemas import events
-from schemas.commands import Checkpoint, EngineSource
-from schemas.errors import CheckpointError, EngineError
+from schemas.commands import Checkpoint
+from schemas.errors import CheckpointError, ExtraMissing, RefusedError
 from schemas.identity import Identity, Operation
-from schemas.safetensors.format import TensorSpec
+from schemas.safetensors.format import TensorSpec, find_tensors
+from schemas.safetensors.manifest import content_differs
 from schemas.safetensors.paths import resolve_below
+from schemas.safetensors.reading import read_tensors
+from workers.engines.adapter_files import checked_adapter
+from workers.engines.checkpoint import SourceChecker
+from workers.engines.observed import LoRALimits
 from workers.engines.tiny import server
 from workers.traces.node import collect_traces, require_writable
 
@@ -30,7 +35,6 @@ if TYPE_CHECKING:
 
     from workers.engines.tiny.model import TinyConfig
     from workers.engines.tiny.scheduler import Scheduler
-    from workers.engines.tiny.staging import Staging
 
 POLL_S: Final = 0.001
 NAME: Final = "tiny 1"
@@ -47,9 +51,8 @@ class TinyEngine:
         serve: `ipc://PATH` at which clients find its front end; None for no front end.
         seed: Seed of the weights that it starts with.
         config: Shape of the model; None for a small one.
+        device: Where its weights and forwards are, as torch names it.
     """
-
-    _staging: "Staging"  # with the model, so on node rank 0 only
 
     def __init__(
         self,
@@ -60,12 +63,14 @@ class TinyEngine:
         serve: str | None = None,
         seed: int = 0,
         config: "TinyConfig | None" = None,
+        device: str = "cpu",
     ) -> None:
         self._identity = identity
         self._checkpoints, self._traces = checkpoints, traces
-        self._serve, self._seed, self._config = serve, seed, config
+        self._serve, self._seed, self._config, self._device = serve, seed, config, device
         self._instance = ""
         self._layout: dict[str, TensorSpec] = {}
+        self._sources = SourceChecker(checkpoints)
         self._scheduler: Scheduler | None = None
         self._resources = ExitStack()
 
@@ -82,23 +87,9 @@ class TinyEngine:
         return self._scheduler.counted()
 
     async def perform(self, call: events.EngineCall, timeout_s: float) -> events.Returned:
-        """Make one call. Raises CheckpointError (the weights are as they were) and EngineError."""
         with CancelScope(shield=True):
             returned = await to_thread.run_sync(self._perform, call)
         return returned
-
-    async def push(self, label: str, tensors: "Mapping[str, Tensor]") -> None:
-        """Replace the weights in place, as a trainer's own data plane does, which asks no agent.
-
-        Args:
-            label: What the engine reports of these weights from now on.
-            tensors: All tensors of the model, by name.
-
-        Raises:
-            EngineError: The engine generates, its weights are asleep, or the tensors are not the model's.
-        """
-        with CancelScope(shield=True):
-            await to_thread.run_sync(self._push, label, tensors)
 
     async def close(self) -> None:
         """End what runs; a trace that is being recorded is written."""
@@ -106,10 +97,16 @@ class TinyEngine:
             await to_thread.run_sync(self._resources.close)
         self._scheduler = None
 
-    async def generate(self, prompt: Sequence[int], max_tokens: int) -> AsyncIterator[int]:
-        """Yield greedy tokens as they are made (`workers.conformance.kit.GenerationClient`)."""
+    async def generate(self, prompt: Sequence[int], max_tokens: int, model: str = "") -> AsyncIterator[int]:
+        """Yield greedy tokens as they are made (`workers.conformance.engine_under_test.GenerationClient`).
+
+        Args:
+            prompt: Tokens.
+            max_tokens: Tokens to add.
+            model: The version of a LoRA adapter; empty for the base weights alone.
+        """
         scheduler, made = self._require_scheduler(), 0
-        message = server.Generate(prompts=[list(prompt)], max_tokens=max_tokens, temperature=0.0)
+        message = server.Generate(prompts=[list(prompt)], max_tokens=max_tokens, temperature=0.0, model=model)
         request = await to_thread.run_sync(scheduler.begin, message)
         while True:
             over = request.answer.done()
@@ -132,11 +129,9 @@ class TinyEngine:
             from workers.engines.tiny.model import TinyConfig, layout, weights
             from workers.engines.tiny.profile import prepare
             from workers.engines.tiny.scheduler import Scheduler
-            from workers.engines.tiny.staging import Staging
         except ModuleNotFoundError as error:
-            raise EngineError(
-                f"the tiny engine needs torch and safetensors, and {error.name} is not installed: pip install "
-                "'rolloutctl[torch]'"
+            raise ExtraMissing(
+                f"the tiny engine needs torch and safetensors, and {error.name} is not installed", "torch"
             ) from error
 
         prepare()
@@ -150,12 +145,15 @@ class TinyEngine:
             profiling=False,
             version=0,
             label="",
+            remedies=events.Remedies(launched_from=f"seed {self._seed}"),
+            recomputes=True,
+            adapters={},
         )
         with ExitStack() as stack:
-            scheduler = Scheduler(self._config or TinyConfig(), self._seed, launched)
+            scheduler = Scheduler(self._config or TinyConfig(), self._seed, launched, self._device)
             stack.callback(scheduler.close)
             self._layout = layout(weights(scheduler.model))
-            self._staging = Staging(self._checkpoints, self._layout)
+            self._sources = SourceChecker(self._checkpoints, self._layout)
             if self._serve is not None:
                 stack.callback(server.TinyServer(self._serve, self._respond).close)
             self._scheduler = scheduler
@@ -166,30 +164,26 @@ class TinyEngine:
         scheduler = self._require_scheduler()
         if isinstance(request, server.Generate):
             return server.Completions(scheduler.generate(request))
-        if isinstance(request, server.DescribeEngine):
-            return server.EngineDescription(scheduler.counted())
-        held = scheduler.observation
-        digest = held.digest or scheduler.run(scheduler.digest)
-        return server.WeightsDescription(version=held.version or 0, digest=digest, label=held.label or "")
+        held = scheduler.counted()
+        return server.EngineDescription(replace(held, digest=held.digest or scheduler.run(scheduler.digest)))
 
     def _perform(self, call: events.EngineCall) -> events.Returned:
         scheduler = self._require_scheduler()
         match call:
             case events.CheckSource():
-                self._staging.stage(_checkpoint(call.source), call.manifest)
+                self._directory(call)
             case events.Load():
-                staged = self._staging.take(_checkpoint(call.source), call.manifest)
-                before = scheduler.run(scheduler.load, call.version, staged.tensors, call.label, staged.digest)
-                self._staging.replaced(before)
-                return events.Returned(digest=staged.digest)
+                tensors, content = self._read(call)
+                scheduler.run(scheduler.load, call.version, tensors, call.label, content)
+                return events.Returned(digest=content)
+            case events.Restore():
+                self._restore(scheduler)
             case events.Pause():
                 scheduler.run(scheduler.pause, call.mode)
             case events.Resume():
                 scheduler.run(scheduler.resume)
-                self._staging.discard()
             case events.Sleep():
                 scheduler.run(scheduler.sleep, call.tags)
-                self._staging.release()
             case events.Wake():
                 scheduler.run(scheduler.wake, call.tags)
             case events.Flush():
@@ -198,17 +192,51 @@ class TinyEngine:
                 scheduler.run(scheduler.abort)
             case events.CheckProfile() | events.StartProfile() | events.StopProfile():
                 return self._profile(scheduler, call)
+            case events.CheckAdapter() | events.LoadAdapter() | events.UnloadAdapter():
+                self._adapter(scheduler, call)
             case _:
                 assert_never(call)
         return events.Returned()
 
-    def _push(self, label: str, tensors: "Mapping[str, Tensor]") -> None:
-        from workers.engines.tiny.model import layout
+    def _directory(self, call: events.CheckSource | events.Load) -> Path:
+        if not isinstance(call.source, Checkpoint):
+            raise CheckpointError("the tiny engine loads checkpoints, and receives no broadcast. Nothing was loaded.")
+        return self._sources.checked_directory(call.source, call.manifest, None)
 
-        if layout(tensors) != self._layout:
-            raise EngineError("the push was refused: its tensors are not those of the model. Nothing was changed.")
-        scheduler = self._require_scheduler()
-        scheduler.run(scheduler.push, label, tensors)
+    def _read(self, call: events.Load) -> "tuple[dict[str, Tensor], str | None]":
+        """Read a checkpoint. Returns its tensors, and their content digest if the manifest has one to compare it with.
+
+        Raises:
+            CheckpointError: The model can't load every byte of it.
+        """
+        from workers.engines.tiny.model import empty, memory_of
+
+        directory, manifest = self._directory(call), call.manifest
+        tensors = empty(self._layout)
+        memory = {name: memory_of(tensor) for name, tensor in tensors.items()}
+        content = manifest.content if manifest is not None else None
+        found = read_tensors(find_tensors(directory), memory, content=content is not None)
+        if manifest is not None and found is not None and found != content:
+            raise content_differs(directory, found, manifest)
+        return tensors, found
+
+    def _adapter(
+        self, scheduler: "Scheduler", call: events.CheckAdapter | events.LoadAdapter | events.UnloadAdapter
+    ) -> None:
+        from workers.engines.tiny.model import read_adapter
+
+        if isinstance(call, events.UnloadAdapter):
+            scheduler.run(scheduler.unload_adapter, call.model)
+            return
+        directory, adapter = checked_adapter(self._checkpoints, call.adapter, self._layout, LoRALimits()), call.adapter
+        if isinstance(call, events.LoadAdapter):
+            scheduler.run(scheduler.load_adapter, adapter.model, adapter.path, read_adapter(directory))
+
+    def _restore(self, scheduler: "Scheduler") -> None:
+        from workers.engines.tiny.model import TinyModel, digest, weights
+
+        launched = weights(TinyModel(scheduler.model.config, self._seed))
+        scheduler.run(scheduler.load, 0, launched, "", digest(launched))
 
     def _profile(
         self, scheduler: "Scheduler", call: events.CheckProfile | events.StartProfile | events.StopProfile
@@ -230,11 +258,5 @@ class TinyEngine:
 
     def _require_scheduler(self) -> "Scheduler":
         if self._scheduler is None:
-            raise EngineError("this node has no engine to call: it is not node rank 0, or it was closed.")
+            raise RefusedError("this node has no engine to call: it is not node rank 0, or it was closed.")
         return self._scheduler
-
-
-def _checkpoint(source: EngineSource) -> Checkpoint:
-    if not isinstance(source, Checkpoint):
-        raise CheckpointError("the tiny engine loads checkpoints, and receives no broadcast. Nothing was loaded.")
-    return source

@@ -1,10 +1,12 @@
 """A small causal transformer, for the engine that samples from it and for the trainer that trains it.
 
-`TinyModel(config, seed)` is an ordinary torch module. `log_probs` is what a policy gradient needs, and `save` writes a
-checkpoint that an engine can load. Weights are deterministic in their seed, and nothing here touches torch's global
-random state, which belongs to the trainer.
+`TinyModel(config, seed)` is an ordinary torch module. `log_probs` is what a policy gradient needs, `save` writes a
+checkpoint that an engine can load, and `save_adapter` a LoRA adapter. Weights are deterministic in their seed, and
+nothing here touches torch's global random state, which belongs to the trainer.
 """
 
+import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -96,12 +98,23 @@ class TinyModel(nn.Module):
             [layers, 2, B, heads, past + T, hidden / heads].
         """
         start = 0 if past is None else past.shape[-2]
-        x = self.tokens(tokens) + self.positions(torch.arange(start, start + tokens.shape[1]))
+        x = self.tokens(tokens) + self.positions(torch.arange(start, start + tokens.shape[1], device=tokens.device))
         caches = []
         for layer, block in enumerate(self.blocks):
             x, cache = block(x, None if past is None else past[layer])
             caches.append(cache)
         return self.head(self.norm(x)), torch.stack(caches)
+
+
+def with_adapter(model: TinyModel, deltas: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what `torch.func.functional_call` takes to compute a model with an adapter: the weights that it changes,
+    as they are now, with what it adds.
+
+    Args:
+        model: The base.
+        deltas: As `read_adapter` returns them, or `scale * B @ A` of a trainer.
+    """
+    return {name: parameter + deltas[name] for name, parameter in model.named_parameters() if name in deltas}
 
 
 def log_probs(model: TinyModel, tokens: Tensor) -> Tensor:
@@ -123,6 +136,13 @@ def layout(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
     return {name: TensorSpec(DTYPE_NAMES[str(tensor.dtype)], tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
+def empty(tensors: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+    """Return tensors of these dtypes and shapes, by name, with any content."""
+    return {
+        name: torch.empty(spec.shape, dtype=getattr(torch, TORCH_DTYPES[spec.dtype])) for name, spec in tensors.items()
+    }
+
+
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """Return the content digest of tensors, which is that of a checkpoint with the same tensors."""
     specs = layout(tensors)
@@ -132,8 +152,8 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor: its own memory if it is contiguous, else a copy."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+    """Return the bytes of a tensor: its own memory if it is contiguous and on the CPU, else a copy."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data
 
 
 def save(model: TinyModel, directory: Path) -> None:
@@ -151,3 +171,51 @@ def save(model: TinyModel, directory: Path) -> None:
         raise FileExistsError(f"{whole} is there already, and no checkpoint is ever replaced") from None
     finally:
         part.unlink(missing_ok=True)
+
+
+# --- LoRA adapters ----------------------------------------------------------------------------------------------------
+
+
+def save_adapter(lora: Mapping[str, tuple[Tensor, Tensor]], alpha: float, directory: Path) -> None:
+    """Write a LoRA adapter as PEFT does. A reader sees all of it or nothing.
+
+    Args:
+        lora: A [r, in] and B [out, r] of each linear module, by its name: `blocks.0.qkv`.
+        alpha: The adapter adds `alpha / r * B @ A`.
+        directory: Made; each version belongs in one of its own.
+
+    Raises:
+        FileExistsError: The directory is there already.
+    """
+    if directory.exists():
+        raise FileExistsError(f"{directory} is there already, and no adapter is ever replaced")
+    (rank,) = {down.shape[0] for down, _ in lora.values()}
+    targets = sorted({name.rpartition(".")[2] for name in lora})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": targets, "bias": "none"}
+    tensors = {
+        f"base_model.model.{name}.lora_{side}.weight": tensor.detach().contiguous()
+        for name, pair in lora.items()
+        for side, tensor in zip("AB", pair, strict=True)
+    }
+    part = directory.with_name(f"{directory.name}.part")
+    part.mkdir(parents=True)
+    safetensors.torch.save_file(tensors, part / "adapter_model.safetensors")
+    (part / "adapter_config.json").write_text(json.dumps(config))
+    part.rename(directory)
+
+
+def read_adapter(directory: Path) -> dict[str, Tensor]:
+    """Return what an adapter adds to the weights of a model, by their names. Its files have been checked.
+
+    Args:
+        directory: As PEFT writes it.
+    """
+    config = json.loads((directory / "adapter_config.json").read_text())
+    scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
+    tensors = safetensors.torch.load_file(directory / "adapter_model.safetensors")
+    modules = {name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")}
+    return {
+        f"{name.removeprefix('base_model.model.')}.weight": scale
+        * (tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"])
+        for name in modules
+    }

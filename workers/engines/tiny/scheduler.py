@@ -8,6 +8,9 @@ request just stops its forwards, and a cache that was released is computed again
 Like the engines it stands for, it refuses what would break them: memory is not released under running requests,
 weights are not loaded into a running or sleeping engine, and nothing is released or woken twice. And like them, it
 reuses the cache of a prompt that old weights computed until it is flushed.
+
+A request that names a LoRA adapter has it until its end, whatever is unloaded meanwhile, on the base weights of the
+moment.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,12 +22,13 @@ from typing import Final, TypeVar
 import torch
 from msgspec.structs import replace
 from torch import Tensor
+from torch.func import functional_call
 
 from schemas.commands import ProfilePlan
-from schemas.errors import EngineError
+from schemas.errors import EngineError, RefusedError
 from schemas.events import Observation
 from schemas.identity import InFlight, Tag
-from workers.engines.tiny.model import TinyConfig, TinyModel, digest, weights
+from workers.engines.tiny.model import TinyConfig, TinyModel, digest, weights, with_adapter
 from workers.engines.tiny.profile import FORWARD, ForwardProfile
 from workers.engines.tiny.server import Completion, Generate
 
@@ -42,6 +46,7 @@ class TinyRequest:
         logprobs: Log-probabilities of the completions' tokens.
         versions: For each position of the completions, the version of the weights that it was drawn from.
         cache: Keys and values of all tokens but the last; None if they must be computed again.
+        adapter: What its adapter adds to the weights, by their names.
     """
 
     def __init__(self, message: Generate, config: TinyConfig) -> None:
@@ -61,6 +66,7 @@ class TinyRequest:
         self.logprobs = torch.empty(len(message.prompts), 0)
         self.versions: list[int] = []
         self.cache: Tensor | None = None
+        self.adapter: Mapping[str, Tensor] = {}
         self.answer: Future[list[Completion]] = Future()
 
     @property
@@ -104,16 +110,18 @@ class Scheduler:
         forwards: Forwards computed since launch.
     """
 
-    def __init__(self, config: TinyConfig, seed: int, launched: Observation) -> None:
-        self.model = TinyModel(config, seed)
+    def __init__(self, config: TinyConfig, seed: int, launched: Observation, device: str) -> None:
+        self.model = TinyModel(config, seed).to(device)
         self.observation = replace(launched, digest=digest(weights(self.model)))
         self.forwards = 0
+        self._device = device
         self._random = torch.Generator().manual_seed(seed)
-        self._kept: dict[tuple[tuple[int, ...], ...], Tensor] = {}
+        self._kept: dict[tuple[str, tuple[tuple[int, ...], ...]], Tensor] = {}  # by adapter and prompts
+        self._adapters: dict[str, Mapping[str, Tensor]] = {}
         self._backup: dict[str, Tensor] = {}
         self._profile: ForwardProfile | None = None
         self._requests: list[TinyRequest] = []
-        self._thread = ThreadPoolExecutor(1, "tiny-engine", initializer=lambda: torch.set_grad_enabled(False))
+        self._thread = ThreadPoolExecutor(1, "tiny-engine", initializer=_use_one_core)
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 
@@ -146,7 +154,7 @@ class Scheduler:
 
     def close(self) -> None:
         """End the profile, the thread and all requests. Waits for at most one forward, or the export of a trace."""
-        with suppress(EngineError):  # nobody waits for the outcome of the profile any more
+        with suppress(EngineError):  # the outcome of the profile is not waited for any more
             self.run(self.stop_profile)
         self._thread.shutdown()
         self.abort()
@@ -157,7 +165,7 @@ class Scheduler:
         """End, finish or freeze the requests that have begun. All others are held from now on."""
         begun = self._begun()
         if mode == "wait" and begun and self._asleep:
-            raise EngineError(f"pause(wait) was refused: requests are frozen, and asleep: {_list(self._asleep)}.")
+            raise RefusedError(f"pause(wait) was refused: requests are frozen, and asleep: {_list(self._asleep)}.")
         if mode == "wait":
             for request in begun:
                 while request in self._requests:
@@ -169,7 +177,7 @@ class Scheduler:
     def resume(self) -> None:
         """Let frozen requests go on, and held ones begin."""
         if self._asleep:
-            raise EngineError(f"resume was refused: asleep: {_list(self._asleep)}. Wake it first.")
+            raise RefusedError(f"resume was refused: asleep: {_list(self._asleep)}. Wake it first.")
         if not self.observation.generating:
             self._change(generating=True)
             for request in self._requests:
@@ -180,63 +188,73 @@ class Scheduler:
         self._answer(list(self._requests))
 
     def flush(self) -> None:
-        """Drop all kept prompts. Refused while a request runs or is frozen: it needs its part of the cache."""
-        if begun := self._begun():
-            state = "running" if self.observation.generating else "frozen"
-            raise EngineError(
-                f"flush was refused: {len(begun)} requests are {state}. The cache is as it was: abort them, or let "
-                "them finish."
+        """Drop all kept prompts, and the caches of frozen requests, which are computed anew. Refused while one runs."""
+        begun = self._begun()
+        if begun and self.observation.generating:
+            raise RefusedError(
+                f"flush was refused: {len(begun)} requests are running. The cache is as it was: pause, abort them, or "
+                "let them finish."
             )
-        self._kept.clear()
+        self._drop_cache()
 
     def sleep(self, tags: frozenset[Tag]) -> None:
-        """Release memory. A copy of the weights is kept, as at vLLM's level 1; of the cache nothing is kept."""
+        """Release memory, a GPU's to other processes. The CPU keeps a copy of the weights, as at vLLM's level 1."""
         if self.observation.generating:
-            raise EngineError("sleep was refused: requests may run. Pause first; nothing was released.")
+            raise RefusedError("sleep was refused: requests may run. Pause first; nothing was released.")
         if again := tags & self._asleep:
-            raise EngineError(f"sleep was refused: {_list(again)} is asleep already. Nothing was released.")
+            raise RefusedError(f"sleep was refused: {_list(again)} is asleep already. Nothing was released.")
         if "weights" in tags:
-            self._backup = {name: tensor.clone() for name, tensor in weights(self.model).items()}
+            self._backup = {name: tensor.to("cpu", copy=True) for name, tensor in weights(self.model).items()}
             for parameter in self.model.parameters():
                 parameter.data = torch.empty(0)
         if "kv_cache" in tags:
-            self._kept.clear()
-            for request in self._requests:
-                request.cache = None
+            self._drop_cache()
+        torch.cuda.empty_cache()  # does nothing where there is no GPU
         self._change(asleep=self._asleep | tags)
 
     def wake(self, tags: frozenset[Tag]) -> None:
         """Take memory back: the weights as they were, the cache empty."""
         if awake := tags - self._asleep:
-            raise EngineError(f"wake was refused: {_list(awake)} is awake. Nothing was changed.")
+            raise RefusedError(f"wake was refused: {_list(awake)} is awake. Nothing was changed.")
         if "weights" in tags:
             for name, parameter in self.model.named_parameters():
-                parameter.data = self._backup.pop(name)
+                parameter.data = self._backup.pop(name).to(self._device)
         self._change(asleep=self._asleep - tags)
 
-    def load(self, version: int, tensors: Mapping[str, Tensor], label: str, content: str | None) -> dict[str, Tensor]:
+    def load(self, version: int, tensors: Mapping[str, Tensor], label: str, content: str | None) -> None:
         """Take tensors of the model's own layout for its weights. Kept prompts stay until `flush`.
 
         Args:
+            version: Of the tensors.
+            tensors: All of the model, by name.
             label: The label that it reports from now on; empty for the number of the version.
             content: Content digest of the tensors, if it is known.
-
-        Returns:
-            The weights that it held before, whose memory nobody uses any more.
         """
         self._require_loadable()
-        before = weights(self.model)
         for name, parameter in self.model.named_parameters():
-            parameter.data = tensors[name]
+            parameter.data = tensors[name].to(self._device)
         self._change(version=version, label=label or str(version), digest=content)
-        return before
 
-    def push(self, label: str, tensors: Mapping[str, Tensor]) -> None:
-        """Copy a trainer's tensors over the weights, which have a label and no version then."""
-        self._require_loadable()
-        for name, tensor in weights(self.model).items():
-            tensor.copy_(tensors[name])
-        self._change(version=None, label=label, digest=self.digest())
+    def load_adapter(self, model: str, path: str, deltas: Mapping[str, Tensor]) -> None:
+        """Take an adapter under a name that it has for no other.
+
+        Args:
+            model: What requests name.
+            path: Where it came from, as it is listed.
+            deltas: What it adds to the weights, by their names.
+        """
+        if model in self._adapters:
+            raise RefusedError(f"adapter {model} was refused: it has been loaded already, and none is replaced.")
+        self._adapters[model] = {name: delta.to(self._device) for name, delta in deltas.items()}
+        self._change(adapters={**(self.observation.adapters or {}), model: path})
+
+    def unload_adapter(self, model: str) -> None:
+        """Forget an adapter. Refused while a request runs on it."""
+        if running := sum(request.message.model == model for request in self._requests):
+            raise RefusedError(f"adapter {model} was not unloaded: {running} requests run on it.")
+        self._adapters.pop(model, None)
+        self._kept = {key: cache for key, cache in self._kept.items() if key[0] != model}
+        self._change(adapters={name: path for name, path in (self.observation.adapters or {}).items() if name != model})
 
     def digest(self) -> str:
         """Return the content digest of the weights that it holds now."""
@@ -244,14 +262,14 @@ class Scheduler:
 
     def _require_loadable(self) -> None:
         if self.observation.generating:
-            raise EngineError("load was refused: requests may run. Pause first; the weights are as they were.")
+            raise RefusedError("load was refused: requests may run. Pause first; the weights are as they were.")
         if "weights" in self._asleep:
-            raise EngineError("load was refused: the weights are asleep. Wake them first.")
+            raise RefusedError("load was refused: the weights are asleep. Wake them first.")
 
     def start_profile(self, plan: ProfilePlan, file: Path) -> None:
         """Record forwards into `file`. Refused while a session is open, or when torch can't record."""
         if self._profile is not None:
-            raise EngineError(
+            raise RefusedError(
                 f"a second profile was refused: the session that writes {self._profile.file} is open and continues."
             )
         self._profile = ForwardProfile(plan, file)
@@ -268,6 +286,10 @@ class Scheduler:
     # --- requests, on the thread --------------------------------------------------------------------------------------
 
     def _accept(self, request: TinyRequest) -> None:
+        if model := request.message.model:
+            if model not in self._adapters:
+                raise EngineError(f"a request was refused: there is no adapter {model}.")
+            request.adapter = self._adapters[model]
         self._requests.append(request)
         self._take_turn(request)
 
@@ -290,24 +312,35 @@ class Scheduler:
             self._answer([request])
 
     def _forward(self, request: TinyRequest) -> None:
-        past = request.cache if request.versions else self._kept.get(request.prompts)
+        key = request.message.model, request.prompts
+        past = request.cache if request.versions else self._kept.get(key)
         recorded = self._profile.forward() if self._profile is not None else nullcontext()
         with recorded, torch.profiler.record_function(FORWARD):
-            logits, cache = self.model(request.tokens if past is None else request.tokens[:, -1:], past)
+            tokens = request.tokens if past is None else request.tokens[:, -1:]
+            tokens = tokens.to(self._device)
+            if request.adapter:
+                logits, cache = functional_call(self.model, with_adapter(self.model, request.adapter), (tokens, past))
+            else:
+                logits, cache = self.model(tokens, past)
         self.forwards += 1
         if not request.versions:
             # Without the last token, which is fed in any case: its logits choose the first token of the completion.
-            self._kept[request.prompts] = cache[..., :-1, :]
+            self._kept[key] = cache[..., :-1, :]
             if len(self._kept) > MAX_KEPT_PROMPTS:
                 del self._kept[next(iter(self._kept))]
         request.cache = cache
-        request.append(logits[:, -1], self.observation.version or 0, self._random)
+        request.append(logits[:, -1].cpu(), self.observation.version or 0, self._random)
 
     def _answer(self, requests: list[TinyRequest]) -> None:
         """Answer requests with what they have, and forget them."""
         for request in requests:
             self._requests.remove(request)
             request.answer.set_result(request.completions())
+
+    def _drop_cache(self) -> None:
+        self._kept.clear()
+        for request in self._requests:
+            request.cache = None
 
     def _begun(self) -> list[TinyRequest]:
         return [request for request in self._requests if request.versions]
@@ -322,3 +355,9 @@ class Scheduler:
 
 def _list(tags: frozenset[Tag]) -> str:
     return ", ".join(sorted(tags))
+
+
+def _use_one_core() -> None:
+    """Of this thread. A model so small is slower on several cores, and more so beside another engine."""
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 
 from schemas.errors import EngineError
 from schemas.events import Observation
-from schemas.identity import Count, Label, Name, Positive
+from schemas.identity import Count, Label, Positive
 from schemas.wire import DECODE_ERRORS
 
 SCHEME: Final = "ipc://"
@@ -35,15 +35,13 @@ class Generate(Struct, frozen=True, kw_only=True, tag="generate"):
         prompts: Token ids of each prompt, which are sampled together and so have the same length.
         max_tokens: Length of every completion; the tiny model has no end-of-sequence token.
         temperature: 0 takes the likeliest token each time.
+        model: The version of a LoRA adapter, as `policy-v7`; empty for the base weights alone.
     """
 
     prompts: Annotated[list[list[Count]], Meta(max_length=1024)]
     max_tokens: Positive
     temperature: Annotated[float, Meta(ge=0, le=1000)] = 1.0
-
-
-class DescribeWeights(Struct, frozen=True, tag="describe_weights"):
-    """Ask which weights the engine holds. Answered even while it is paused."""
+    model: Label = ""
 
 
 class DescribeEngine(Struct, frozen=True, tag="describe_engine"):
@@ -73,16 +71,8 @@ class Completions(Struct, frozen=True, tag="completions"):
     completions: list[Completion]
 
 
-class WeightsDescription(Struct, frozen=True, kw_only=True, tag="weights"):
-    """The answer to `DescribeWeights`. The digest is that of the live tensors (`schemas.safetensors.digest`)."""
-
-    version: Count
-    digest: Name
-    label: Label = ""
-
-
 class EngineDescription(Struct, frozen=True, tag="engine"):
-    """The answer to `DescribeEngine`."""
+    """The answer to `DescribeEngine`. Its digest is that of the live tensors (`schemas.safetensors.digest`)."""
 
     observation: Observation
 
@@ -93,8 +83,8 @@ class RequestRefused(Struct, frozen=True, tag="refused"):
     message: str
 
 
-Request = Generate | DescribeWeights | DescribeEngine
-Answer = Completions | WeightsDescription | EngineDescription | RequestRefused
+Request = Generate | DescribeEngine
+Answer = Completions | EngineDescription | RequestRefused
 
 _request_decoder = msgspec.json.Decoder(Request)
 _answer_decoder = msgspec.json.Decoder(Answer)
@@ -164,21 +154,26 @@ class TinyClient:
         self.address = address
         self._timeout_s = timeout_s
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float = 1.0) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float = 1.0, model: str = ""
+    ) -> list[Completion]:
         """Continue each prompt, as `Generate` says. Waits while the engine is paused.
+
+        Args:
+            prompts: Tokens of each prompt.
+            max_tokens: Tokens to add to each.
+            temperature: 0 takes the likeliest token.
+            model: The version of a LoRA adapter; empty for the base weights alone.
 
         Raises:
             EngineError: The engine refused the request, or did not answer in time.
         """
-        request = Generate(prompts=[list(prompt) for prompt in prompts], max_tokens=max_tokens, temperature=temperature)
+        tokens = [list(prompt) for prompt in prompts]
+        request = Generate(prompts=tokens, max_tokens=max_tokens, temperature=temperature, model=model)
         return self._ask(request, Completions).completions
 
-    def weights(self) -> WeightsDescription:
-        """Return which weights the engine holds now. Raises EngineError when it does not answer in time."""
-        return self._ask(DescribeWeights(), WeightsDescription)
-
     def describe(self) -> Observation:
-        """Return what the engine is and does now. Raises EngineError when it does not answer in time."""
+        """Return what the engine is, does and holds now. Raises EngineError when it does not answer in time."""
         return self._ask(DescribeEngine(), EngineDescription).observation
 
     def _ask(self, request: Request, kind: type[T]) -> T:

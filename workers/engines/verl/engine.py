@@ -17,13 +17,15 @@ here, before the engine is touched. From reading them:
 - `abort_all_requests` is a pause of mode `abort`; there is no other mode. There is no operation `abort` either: an
   agent that died between it and the `resume_generation` that must follow would leave the engine paused.
 - No method loads weights. verl's checkpoint manager does (`Pushed`), and labels them last, in `global_steps`.
-  Meanwhile it may pause and resume these servers by itself. That is not reported to the machine, which would undo it.
+  Meanwhile it may pause and resume these servers by itself. That is not reported to the machine, which would undo it,
+  unless the agent only observes.
 """
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,9 +35,11 @@ from anyio import CancelScope, to_thread
 
 from schemas import events
 from schemas.desired import ALL_TAGS
-from schemas.errors import EngineError, UnsupportedError
-from schemas.identity import Identity, Operation, Tag
+from schemas.errors import ConfigError, EngineError, ExtraMissing, RefusedError, UnansweredError, UnsupportedError
+from schemas.identity import Identity, Operation, RolloutMode, Tag
 from schemas.safetensors.paths import resolve_below
+from workers.engines.client import begun, version_of
+from workers.engines.observed import require_configured
 from workers.engines.sglang.profile import trace_contents
 from workers.engines.verl.snapshot import (
     CACHE,
@@ -67,6 +71,7 @@ METHODS: Final[Mapping[Operation, frozenset[str]]] = {
 }
 """Methods that a server needs for an operation. For sleep and wake see `_restorable`."""
 
+_REMEDIES: Final = events.Remedies(idempotent=frozenset({Operation.PAUSE, Operation.RESUME}))
 _MEMORY_METHODS: Final[Mapping[frozenset[Tag], tuple[str, str]]] = {
     ALL_TAGS: ("sleep", "wake_up"),
     CACHE: ("release_kv_cache", "resume_kv_cache"),
@@ -79,39 +84,36 @@ class VerlEngine:
     On node ranks above 0 the server has no front end, and is never looked up or called.
 
     Args:
-        server: The handle of this node's actor. For an actor that is created later, or more than once: its name, or a
-            function that finds it.
+        server: The handle of this node's actor, or the name of one that is created later, or more than once.
         identity: This node's place.
         traces: Root of the session directories, on a disk of the server's node.
-        namespace: Ray namespace of the name; None for this process's own.
     """
 
-    def __init__(
-        self,
-        server: "ActorHandle | str | Callable[[], ActorHandle]",
-        identity: Identity,
-        *,
-        traces: Path,
-        namespace: str | None = None,
-    ) -> None:
-        self._identity, self._traces = identity, traces.resolve()
-        self._find = _finder(server, namespace)
+    def __init__(self, server: "ActorHandle | str", identity: Identity, *, traces: Path) -> None:
+        self._server, self._identity, self._traces = server, identity, traces.resolve()
         self._handle: Any = None
         self._kind = "verl server"
 
     async def open(self) -> None:
-        """Check that this process can reach actors at all. Raises EngineError."""
+        """Check that this process can reach actors, and that the server is what was configured, if it is up.
+
+        Raises:
+            EngineError: No actor can be reached.
+            ConfigError: The server has other numbers than this node was given.
+        """
         if self._identity.node_rank > 0:
             return
         try:
             import ray
         except ModuleNotFoundError as error:
-            raise EngineError("a server on Ray needs ray, and it is missing: pip install 'rolloutctl[ray]'") from error
+            raise ExtraMissing("a server on Ray needs ray, and it is missing", "ray") from error
         if not ray.is_initialized():
             raise EngineError(
                 "a server on Ray can't be reached: this process is in no Ray cluster. Call ray.init(address=...) "
                 "before the agent is opened, or have workers.ray_placement start the agent."
             )
+        with suppress(EngineError):
+            await self.inspect()
 
     async def observe(self) -> events.Observation:
         """Inspect the actor. One that launches, is dead, or is too busy to answer is unknown."""
@@ -119,21 +121,31 @@ class VerlEngine:
             return events.Observation(engine=self._kind, tokenizer="absent")
         try:
             snapshot = await self.inspect()
+        except ConfigError as error:
+            return events.Observation(engine=self._kind, tokenizer="unknown", trouble=str(error))
         except EngineError:
             return events.Observation(engine=self._kind, tokenizer="unknown", operations=self._operations(None))
+        observes = self._identity.mode is RolloutMode.OBSERVED
         return events.Observation(
             engine=self._kind,
             instance=snapshot.worker,
             tokenizer="unknown" if snapshot.front_end is None else "present" if snapshot.serves else "absent",
             operations=self._operations(snapshot),
+            generating=None if not observes or snapshot.paused is None else not snapshot.paused,
+            version=version_of(snapshot.label) if observes else None,
+            remedies=_REMEDIES,
             label=snapshot.label,
         )
 
     async def perform(self, call: events.EngineCall, timeout_s: float) -> events.Returned:
         if self._identity.node_rank > 0:
-            raise EngineError("this node's server has no front end to call: node rank 0 of its replica has it.")
+            raise RefusedError("this node's server has no front end to call: node rank 0 of its replica has it.")
         with CancelScope(shield=True):
-            returned = await self._perform(call, await self.inspect(), timeout_s)
+            try:
+                snapshot = await self.inspect()
+            except (EngineError, ConfigError) as error:
+                raise RefusedError(f"it was not called: {error}") from error
+            returned = await self._perform(call, snapshot, timeout_s)
         return returned
 
     async def close(self) -> None:
@@ -164,33 +176,39 @@ class VerlEngine:
                     "Pushed."
                 )
             case _:
-                raise EngineError(f"{self._kind} has no method for {call.__struct_config__.tag}. It was not called.")
+                raise UnsupportedError(
+                    f"{self._kind} has no method for {call.__struct_config__.tag}. It was not called."
+                )
         return events.Returned()
 
     # --- requests and memory ------------------------------------------------------------------------------------------
 
     async def _pause(self, call: events.Pause) -> None:
         if call.mode != "abort":
-            raise EngineError(
+            raise UnsupportedError(
                 f"{self._kind} can't pause with in_flight={call.mode!r}: its only method for that, "
                 "abort_all_requests, aborts what is in flight. It was not called: pause with 'abort'."
             )
         answer = await self._call("abort_all_requests")
         if isinstance(answer, Mapping) and answer.get("error"):
             raise EngineError(f"{self._kind}.abort_all_requests failed: {answer['error']}")
-        if (await self.inspect()).paused is False:
+        with begun():
+            paused = (await self.inspect()).paused
+        if paused is False:
             raise EngineError(f"{self._kind} accepted abort_all_requests, but is not paused.")
 
     async def _resume(self) -> None:
         await self._call("resume_generation")
-        if (await self.inspect()).paused:
+        with begun():
+            paused = (await self.inspect()).paused
+        if paused:
             raise EngineError(f"{self._kind} accepted resume_generation, but is still paused.")
 
     async def _sleep(self, call: events.Sleep, snapshot: ServerSnapshot) -> None:
         self._require_restorable(call.tags, snapshot, "release")
         if snapshot.paused is False or snapshot.running:
-            raise EngineError(
-                f"{self._kind} can't release memory while it generates: it was resumed by somebody else, or "
+            raise RefusedError(
+                f"{self._kind} can't release memory while it generates: it was resumed by another program, or "
                 f"{snapshot.running} requests run. That would kill the engine, so it was not called. Pause it first."
             )
         await self._call(_MEMORY_METHODS[call.tags][0])
@@ -209,7 +227,7 @@ class VerlEngine:
             return
         listed = " or ".join(" and ".join(sorted(regions)) for regions in possible) or "nothing"
         level = f", sleep level {snapshot.level}" if snapshot.level is not None else ""
-        raise EngineError(
+        raise UnsupportedError(
             f"{self._kind} can't {verb} {' and '.join(sorted(tags))}. As configured (mode {snapshot.mode}, "
             f"free_cache_engine {snapshot.frees}{level}), its methods release and restore unchanged: {listed}. It was "
             "not called."
@@ -221,7 +239,7 @@ class VerlEngine:
             await anyio.sleep(POLL_S)
             snapshot = await self.inspect()
         if snapshot.running:
-            raise EngineError(
+            raise RefusedError(
                 f"{self._kind} would silently refuse to drop its cache while {snapshot.running} requests run, and they "
                 f"ran for all of {timeout_s:.1f} s. The cache is unchanged: pause first."
             )
@@ -261,19 +279,25 @@ class VerlEngine:
         return tuple(tags for tags in restorable(snapshot) if offered.issuperset(_MEMORY_METHODS[tags]))
 
     async def inspect(self) -> ServerSnapshot:
-        """Inspect the actor. Raises EngineError if it is not there, or does not answer."""
+        """Inspect the actor.
+
+        Raises:
+            EngineError: It is not there, or does not answer.
+            ConfigError: It has other numbers than this node was given.
+        """
         answer = await to_thread.run_sync(self._ask, "__ray_call__", (inspector(),), {}, INSPECT_TIMEOUT_S)
         try:
             snapshot = msgspec.convert(answer, ServerSnapshot)
         except msgspec.ValidationError as error:
             raise EngineError(f"{self._kind} is not like verl's servers: {error}.") from error
         self._kind = f"verl {snapshot.kind}"[:NAME_MAX]
+        require_configured(self._kind, self._identity, snapshot.world, snapshot.nnodes, snapshot.node_rank)
         return snapshot
 
     async def _call(self, method: str, **arguments: object) -> object:
         """Call a method. Raises EngineError. A call that has begun is never abandoned, however long it takes."""
         if method not in dir(self._handle):
-            raise EngineError(f"{self._kind} has no method {method}.")
+            raise UnsupportedError(f"{self._kind} has no method {method}.")
         return await to_thread.run_sync(self._ask, method, (), arguments, None)
 
     def _ask(
@@ -290,13 +314,13 @@ class VerlEngine:
             cause = error.cause
             raise EngineError(f"{self._kind}.{method} raised {type(cause).__name__}: {cause}") from error
         except TimeoutError as error:
-            raise EngineError(f"{self._kind} did not answer within {timeout_s} s: its loop is blocked.") from error
+            raise UnansweredError(f"{self._kind} did not answer within {timeout_s} s: its loop is blocked.") from error
         except RayError as error:
             dead = isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)
             if dead:
                 self._handle = None  # there may be another under the same name by now
             seen = "is dead" if dead else "can't be reached"
-            raise EngineError(
+            raise UnansweredError(
                 f"{self._kind} {seen}, and whether {method} was carried out is not known: {_line(error)}"
             ) from error
 
@@ -304,24 +328,13 @@ class VerlEngine:
         import ray
 
         if not ray.is_initialized():
-            raise EngineError(f"{self._kind} can't be reached: this process has left its Ray cluster.")
+            raise RefusedError(f"{self._kind} can't be reached: this process has left its Ray cluster.")
         if self._handle is None:
             try:
-                self._handle = self._find()
-            except Exception as error:  # the caller's code, and Ray has no error class of its own for this
-                raise EngineError(f"the server's actor was not found: {_line(error)}") from error
+                self._handle = ray.get_actor(self._server) if isinstance(self._server, str) else self._server
+            except Exception as error:  # Ray has no error class of its own for this
+                raise RefusedError(f"the server's actor was not found: {_line(error)}") from error
         return self._handle
-
-
-def _finder(server: "ActorHandle | str | Callable[[], ActorHandle]", namespace: str | None) -> "Callable[[], Any]":
-    def find_by_name() -> Any:
-        import ray
-
-        return ray.get_actor(server, namespace)
-
-    if isinstance(server, str):
-        return find_by_name
-    return server if callable(server) else lambda: server
 
 
 def _bring_traces(profiler: ServerProfiler, directory: Path) -> None:

@@ -62,6 +62,9 @@ class ServerSnapshot(Struct, frozen=True, kw_only=True):
         frees: `free_cache_engine`.
         level: vLLM's sleep level.
         adapters: LoRA weights are loaded as adapters.
+        world: GPUs of the replica, by its parallel sizes.
+        nnodes: Nodes of the replica.
+        node_rank: The server's node.
     """
 
     worker: str
@@ -77,6 +80,9 @@ class ServerSnapshot(Struct, frozen=True, kw_only=True):
     level: int | None
     adapters: bool
     profiler: ServerProfiler | None
+    world: int | None
+    nnodes: int | None
+    node_rank: int | None
 
 
 def restorable(snapshot: ServerSnapshot | None) -> tuple[frozenset[Tag], ...]:
@@ -171,6 +177,11 @@ def inspector() -> Callable[[Any], dict[str, object]]:
             "relocated": f"rollout-replica{rank}" if getattr(config, "relocate_results", False) else None,
         }
 
+    def gpus(config: Any) -> int | None:
+        kinds = ("tensor_model", "data", "pipeline_model")
+        tensor, data, pipeline = (getattr(config, f"{kind}_parallel_size", 0) for kind in kinds)
+        return tensor * data * pipeline or None
+
     def inspect_server(server: Any) -> dict[str, object]:
         import inspect
 
@@ -186,6 +197,7 @@ def inspector() -> Callable[[Any], dict[str, object]]:
         step = getattr(server, "global_steps", None)
         level = getattr(server, "_resolve_sleep_level", None)
         mode = getattr(server, "rollout_mode", None)
+        config = getattr(server, "config", None)
         return {
             "worker": ray.get_runtime_context().get_worker_id(),
             "kind": type(server).__name__,
@@ -196,10 +208,13 @@ def inspector() -> Callable[[Any], dict[str, object]]:
             "label": ("" if step is None else str(step)) if hasattr(server, "global_steps") else None,
             "wake_up": list(inspect.signature(wake_up).parameters) if wake_up is not None else [],
             "mode": getattr(mode, "value", None),
-            "frees": getattr(getattr(server, "config", None), "free_cache_engine", None),
+            "frees": getattr(config, "free_cache_engine", None),
             "level": level() if level is not None else None,
             "adapters": bool(getattr(server, "lora_as_adapter", False)),
             "profiler": profiler(server),
+            "world": gpus(config),
+            "nnodes": getattr(server, "nnodes", None),
+            "node_rank": getattr(server, "node_rank", None),
         }
 
     return inspect_server

@@ -14,7 +14,9 @@ def profile_arguments(plan: ProfilePlan, directory: str, launch: VLLMLaunch) -> 
     """Return the arguments of a start.
 
     Args:
+        plan: What to record.
         directory: The session's directory, which names the traces; empty if there is none yet.
+        launch: How the engine was launched.
 
     Raises:
         UnsupportedError: This engine, as it was launched, can't record what the plan asks for.

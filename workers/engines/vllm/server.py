@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
+from workers.engines.client import CallRefused
 from workers.engines.http import HttpClient, HttpReader, Route
 
 ROUTES: Final[Mapping[str, Route]] = {
@@ -26,6 +27,9 @@ ROUTES: Final[Mapping[str, Route]] = {
     "update_weight_version": Route("POST", "/update_weight_version", repeatable=True),
     "get_weight_version": Route("GET", "/weight_info", answer="weight_version"),
     "compute_weight_checksums": Route("POST", "/weight_checker", answer="checksums"),
+    "load_lora_adapter": Route("POST", "/v1/load_lora_adapter"),
+    "unload_lora_adapter": Route("POST", "/v1/unload_lora_adapter"),
+    "list_models": Route("GET", "/v1/models", answer="data"),
     "get_metrics": Route("GET", "/metrics", unlisted=True),
 }
 """By the names of `AsyncLLM`'s methods (vllm/entrypoints/**/api_router.py, 0.13 to 0.33)."""
@@ -39,7 +43,13 @@ class VLLMReader(HttpReader):
 
     async def info(self) -> Mapping[str, object]:
         """Return the launch settings. A server without the control routes reports its version only."""
-        return {**(await super().info() or {}), **await self.get("/version")}
+        try:
+            settings = await self.get(self._info_path)
+        except CallRefused as error:
+            if error.status != 404:
+                raise
+            settings = {}
+        return self._of_engine({**settings, **await self.get("/version")})
 
 
 class VLLMServer(HttpClient, VLLMReader):

@@ -1,0 +1,6 @@
+"""`python -m controlplane` is `rolloutctl`, for environments whose scripts are not on the path."""
+
+from controlplane.cli.script import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The fleet at one moment: what a trainer and its doors may read of it. Pure."""
+
+from controlplane.machine.adapters import adapter_statuses, oldest_adapter
+from controlplane.machine.coordinator_state import CoordinatorState
+from controlplane.machine.replicas import oldest_version, proven_replicas
+from schemas.identity import RolloutMode
+from schemas.reports import AdapterStatus
+
+
+class FleetView:
+    """What is known of the fleet in one state of the coordinator.
+
+    Args:
+        state: It is replaced and never changed, so any thread may read this view.
+    """
+
+    def __init__(self, state: CoordinatorState) -> None:
+        self.state = state
+        self._proven = proven_replicas(state)
+
+    @property
+    def agents_max(self) -> int:
+        """How many agents the run has places for."""
+        return self.state.settings.agents_max
+
+    @property
+    def has_committed(self) -> bool:
+        """Whether a weight sync of this run was ever committed for the whole fleet."""
+        return self.state.default_desired.version > 0
+
+    @property
+    def serving(self) -> dict[int, int]:
+        """The replicas that are proven to serve, each with its version."""
+        return dict(self._proven.serving)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version that a replica may still have to load."""
+        return oldest_version(self.state)
+
+    @property
+    def adapters(self) -> dict[str, AdapterStatus]:
+        """The LoRA adapters that are served, by name."""
+        return adapter_statuses(self.state)
+
+    def oldest_adapter(self, name: str) -> int:
+        """Return the oldest version of an adapter whose files a replica may still read; 0 if none is needed.
+
+        Args:
+            name: Of the adapter.
+        """
+        return oldest_adapter(self.state, name)
+
+    def unfit(self, replica: int) -> str:
+        """Return why a replica must not get requests; empty if it may: it is proven to serve what is committed.
+
+        One that was told to pause, as in a sync, still gets them: its engine lets them wait.
+        """
+        state, name = self.state, f"{replica}.0"
+        member = state.members.get(name)
+        if name in state.retired:
+            return "it was retired"
+        if member is None or member.state != "live":
+            return "no agent has joined there" if member is None else f"its agent is {member.state}"
+        if replica in self._proven.serving:
+            return ""
+        status, desired = member.status, state.desired.get(replica, state.default_desired)
+        reported = status.quarantined if status is not None and not member.sync_acked else 0
+        if version := desired.quarantined or reported:
+            return f"quarantined since v{version}, until a later update includes it"
+        if member.hello.identity.mode is RolloutMode.COLOCATED:  # it never syncs
+            return ""
+        if status is None:
+            return "no heartbeat yet"
+        sync = state.sync
+        obeys = sync is not None or desired.generation != "running" or desired.asleep
+        loaded = sync is not None and replica in sync.members and status.version == sync.version
+        works = status.tokenizer != "unknown" and not status.torn
+        if obeys and works and (loaded or replica not in self._proven.unproven):
+            return ""
+        return f"it is not proven to serve v{desired.version}: {status.condition()}"

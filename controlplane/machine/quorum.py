@@ -1,0 +1,168 @@
+"""What the answers to one phase of a weight sync come to: whether they are enough, and what is reported. Pure.
+
+"Enough" is the quorum. By default that is more than half of the replicas that take part: all that the sync is for,
+except those that never sync and those that were away when the phase began.
+
+A replica's primary (node rank 0) speaks for it. A replica that never syncs (a colocated judge) takes no part. A
+replica that fails is named in the quarantine of the next phase, and so is paused before others serve the new version.
+One that served this version before the sync takes part without a change.
+
+A replica that is away is left out instead: its agent is lost or was lost before the sync, or has restarted, or its
+engine is down. What is desired of it advances with the fleet, so that it comes back to what was committed meanwhile.
+No phase waits for one once the others meet the quorum. Until it is back, every report names it as unproven.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, Literal
+
+from msgspec.structs import replace
+
+from controlplane.machine.coordinator_state import Sync
+from schemas.commands import WeightSync
+from schemas.formatting import format_replicas
+from schemas.identity import replica_and_node
+from schemas.outcomes import Acted, Conclusion, Failed, Missing, Reason, Skipped
+from schemas.reports import AgentOutcome, Report, SyncReport
+
+_TAKES_NO_PART: Final = tuple(map(Skipped, (Reason.MODE_NEVER_SYNCS, Reason.NOT_TARGETED, Reason.OBSERVING)))
+_ALREADY: Final = Skipped(Reason.ALREADY)
+_STALE: Final = Skipped(Reason.STALE_VERSION)
+_AWAY: Final = ("absent", "gone", "restarted", "engine_down")
+"""Why a replica that did not answer is left out, and not quarantined."""
+
+Conclusions = Mapping[int, Conclusion]
+"""What the primary of each replica concluded."""
+
+
+def primary_conclusions(outcomes: Iterable[AgentOutcome], known: frozenset[int]) -> dict[int, Conclusion]:
+    """Return what the primary of each known replica concluded."""
+    conclusions: dict[int, Conclusion] = {}
+    for outcome in outcomes:
+        place = replica_and_node(outcome.agent)
+        if place is not None and place[1] == 0 and place[0] in known:
+            conclusions[place[0]] = outcome.conclusion
+    return conclusions
+
+
+def with_conclusions(sync: Sync, report: Report, conclusions: Conclusions) -> Sync:
+    """Return the sync after a phase: which replicas take part, and which have dropped out."""
+    taking_part = _taking_part(conclusions)
+    members = taking_part if sync.phase == "prepare" else sync.members | taking_part
+    failed = members & _those(conclusions, _dropped_out)
+    # A replica that could not load a version of an adapter was not put in quarantine for it, and tried again.
+    lost = failed if sync.key and sync.phase == "commit" else sync.lost | failed
+    return replace(sync, reports=(*sync.reports, report), members=members, lost=lost - sync.restarted)
+
+
+def all_stale(sync: Sync, conclusions: Conclusions) -> bool:
+    """Return whether every replica that takes part holds this version, or a newer one."""
+    return bool(sync.members) and all(conclusions[replica] == _STALE for replica in sync.members)
+
+
+def shortfall(sync: Sync, conclusions: Conclusions) -> str:
+    """Return why the phase that has ended did not meet the quorum; empty if it did."""
+    succeeded, quorum = _followed(sync, conclusions), _quorum(sync)
+    if len(succeeded) >= quorum:
+        return ""
+    done = {"prepare": "prepared", "load": "loaded"}[sync.phase]
+    others = sync.members - succeeded
+    which = f": not {format_replicas(others)}" if others else ""
+    return f"{len(succeeded)} of {len(sync.members)} replicas {done}, and {quorum} must{which}"
+
+
+def may_leave_out(sync: Sync, outcomes: Iterable[AgentOutcome], down: frozenset[int], known: frozenset[int]) -> bool:
+    """Return whether the open phase may end now, if it waits only for replicas whose engines are `down`.
+
+    Args:
+        sync: Its phase is open.
+        outcomes: What is known of how the phase ended.
+        down: Replicas that it waits for.
+        known: Replicas of the run that the sync is for.
+    """
+    conclusions = primary_conclusions(outcomes, known)
+    if sync.phase == "prepare":
+        sync = replace(sync, members=_taking_part(conclusions) | (down & known))
+    return sync.phase in ("commit", "abort") or not shortfall(sync, conclusions)
+
+
+def _those(conclusions: Conclusions, holds: Callable[[Conclusion], bool]) -> frozenset[int]:
+    """The replicas that did not act, and of whose conclusion this holds. The others are many, and need no question."""
+    return frozenset(
+        replica for replica, conclusion in conclusions.items() if type(conclusion) is not Acted and holds(conclusion)
+    )
+
+
+def _taking_part(conclusions: Conclusions) -> frozenset[int]:
+    """Replicas that count for the quorum: all but those that never sync or were away when the phase began."""
+    return frozenset(conclusions) - _those(conclusions, _takes_no_part)
+
+
+def _takes_no_part(conclusion: Conclusion) -> bool:
+    return conclusion in _TAKES_NO_PART or (isinstance(conclusion, Missing) and conclusion.reason == "absent")
+
+
+def _followed(sync: Sync, conclusions: Conclusions) -> frozenset[int]:
+    """Members that did what the phase asks for. One in quarantine acts too, when it pauses, and has not."""
+    unchanged = _those(conclusions, lambda conclusion: conclusion == _STALE) & sync.holding
+    others = _those(conclusions, lambda conclusion: conclusion != _ALREADY) - unchanged
+    return sync.members.intersection(conclusions) - others - sync.lost
+
+
+def _dropped_out(conclusion: Conclusion) -> bool:
+    """Whether a member failed. One that has this version or a newer one, or is away, has not."""
+    return conclusion not in (_ALREADY, _STALE) and not (isinstance(conclusion, Missing) and conclusion.reason in _AWAY)
+
+
+def _quorum(sync: Sync) -> int:
+    return sync.request.quorum or len(sync.members) // 2 + 1
+
+
+def sync_report(
+    sync: Sync,
+    status: Literal["committed", "aborted", "stale"],
+    known: frozenset[int],
+    quarantined: frozenset[int],
+) -> SyncReport:
+    """Return the report of a sync after its last phase. Only what was answered proves anything.
+
+    Args:
+        sync: After that phase.
+        status: How it ended.
+        known: Replicas of the run that the sync is for.
+        quarantined: Replicas that are in quarantine after this phase, as far as the bus knows.
+    """
+    conclusions = primary_conclusions(sync.reports[-1].outcomes, known)
+    committed = status == "committed"
+    failed = _those(conclusions, lambda conclusion: isinstance(conclusion, Failed))
+    answered = frozenset(conclusions) - _those(conclusions, lambda conclusion: isinstance(conclusion, Missing))
+    loaded = proven = _followed(sync, conclusions) if committed else frozenset[int]()
+    if not committed:
+        given_up = status == "aborted" and sync.phase != "abort"  # so no agent has answered an abort yet
+        proofs = _TAKES_NO_PART if given_up else (*_TAKES_NO_PART, _ALREADY, _STALE)
+        proven = frozenset(
+            replica
+            for replica, conclusion in conclusions.items()
+            if conclusion in proofs or (type(conclusion) is Acted and not given_up)
+        )
+    # One that has not been seen to pause in this sync and then failed may still be in service.
+    running = failed & _quarantined_by(sync.reports[-1]) - _prepared(sync, known) if committed else failed
+    paused = answered - running
+    out = (quarantined | sync.lost if committed else quarantined) & paused - loaded
+    return SyncReport(
+        version=sync.version,
+        status=status,
+        loaded=tuple(sorted(loaded)),
+        quarantined=tuple(sorted(out)),
+        unproven=tuple(sorted(known - proven - out)),
+        phases=sync.reports,
+        reason=sync.failure if status == "aborted" else "",
+    )
+
+
+def _prepared(sync: Sync, known: frozenset[int]) -> frozenset[int]:
+    conclusions = primary_conclusions(sync.reports[0].outcomes, known)
+    return frozenset(conclusions) - _those(conclusions, lambda conclusion: conclusion != _ALREADY)
+
+
+def _quarantined_by(report: Report) -> frozenset[int]:
+    return report.command.quarantine if isinstance(report.command, WeightSync) else frozenset()

@@ -1,0 +1,130 @@
+"""Which version a weight sync may have, and what engines may have taken under it before. Pure.
+
+A version stands for the same weights for ever. An agent that lost its journal knows what an engine without labels holds
+by that number alone. So a version that entered a load phase, in which engines may have taken it, is never used for
+others, and neither is the label of a push: not for a push of other bytes, nor as the number of a version that agents
+load.
+"""
+
+from typing import Final
+
+from controlplane.machine.coordinator_state import CoordinatorState, Sync
+from controlplane.machine.replicas import syncing_replicas
+from schemas.commands import Checkpoint, Pushed, Source
+from schemas.desired import Committed
+from schemas.identity import NUMBER_MAX
+
+VERSION_MAX: Final = NUMBER_MAX // 2
+"""Largest version that may be asked for by its number. A run can still count on from it."""
+LOADED_MAX: Final = 64
+"""Weights that are remembered, those of the newest versions."""
+
+
+def weights_of(sync: Sync) -> Committed:
+    """Return the weights that a sync brings."""
+    return Committed(sync.version, sync.request.source, sync.request.manifest)
+
+
+def with_loaded(loaded: tuple[Committed, ...], sync: Sync) -> tuple[Committed, ...]:
+    """Return the weights that engines may have taken, with those of a sync."""
+    weights = weights_of(sync)
+    if weights in loaded:
+        return loaded
+    return tuple(sorted((*loaded, weights), key=lambda known: known.version))[-LOADED_MAX:]
+
+
+def refused_version(state: CoordinatorState, sync: Sync) -> str:
+    """Return why the version of a requested sync can't be used; empty if it can."""
+    version, loaded = sync.version, state.loaded
+    advice = "Take a newer one, or None to let the run count. Nothing was published"
+    largest = VERSION_MAX if sync.request.version is not None else NUMBER_MAX
+    if version > largest:
+        return f"version {version:,} is beyond the largest, {largest:,}. Nothing was published"
+    if reason := _refused_label(state, weights_of(sync)):
+        return reason
+    known = next((weights for weights in loaded if weights.version == version), None)
+    if known is None:
+        forgotten = len(loaded) == LOADED_MAX and version < loaded[0].version
+        behind = any(state.desired[replica].version < version for replica in _units(state, sync))
+        if forgotten and behind:
+            return f"version {version} may have been used before: it is older than the last {LOADED_MAX}. {advice}"
+        return ""
+    if known == weights_of(sync):
+        return ""
+    differs = _named(known.source) if known.source != sync.request.source else "another manifest"
+    return f"version {version} was used before: engines may have loaded it from {differs}. {advice}"
+
+
+def next_version(state: CoordinatorState, source: Source) -> int:
+    """Return the next version of the run.
+
+    Agents label what they load with its number, so it passes over labels of pushes.
+    """
+    version = state.newest_version + 1
+    taken = [weights.source.label for weights in state.loaded if isinstance(weights.source, Pushed)]
+    while not isinstance(source, Pushed) and str(version) in taken:
+        version += 1
+    return version
+
+
+def _refused_label(state: CoordinatorState, weights: Committed) -> str:
+    """Why engines that have the label of these weights could hold others; empty if nothing is known of that."""
+    label = _label(weights)
+    for known in _pushed_as(state, label, weights.version):
+        if isinstance(weights.source, Pushed) and _same_bytes(known, weights) is not False:
+            continue  # the same weights may be synced again
+        advice = "Take another " + ("label" if isinstance(weights.source, Pushed) else "version")
+        return (
+            f"engines may have the label {label!r} for other weights, which were pushed as version {known.version}. "
+            f"{advice}. Nothing was published"
+        )
+    return ""
+
+
+def doubted_label(state: CoordinatorState, weights: Committed) -> str:
+    """Return what a commit of these weights leaves unproven, because their label was used before; empty if nothing."""
+    if not isinstance(weights.source, Pushed):
+        return ""
+    used = _pushed_as(state, weights.source.label, weights.version)
+    if all(_same_bytes(known, weights) for known in used):
+        return ""
+    return (
+        f"label {weights.source.label!r} was pushed before, as version {used[-1].version}, and no digests tell whether "
+        "the weights are the same: a replica that had this label already is not proven to have got them now"
+    )
+
+
+def _label(weights: Committed) -> str:
+    """The label that engines have with these weights: agents give those that they load the number of the version."""
+    return weights.source.label if isinstance(weights.source, Pushed) else str(weights.version)
+
+
+def _pushed_as(state: CoordinatorState, label: str, version: int) -> list[Committed]:
+    """What was pushed under this label as other versions."""
+    pushed = (known for known in state.loaded if isinstance(known.source, Pushed) and known.version != version)
+    return [known for known in pushed if _label(known) == label]
+
+
+def _same_bytes(one: Committed, other: Committed) -> bool | None:
+    """Whether the digests of two sets of weights are the same; None if that is not known."""
+    contents = [weights.manifest.content if weights.manifest else None for weights in (one, other)]
+    return None if None in contents else contents[0] == contents[1]
+
+
+def holding_replicas(state: CoordinatorState, sync: Sync) -> frozenset[int]:
+    """Return replicas that have been told to serve just these weights already, and may."""
+    weights = weights_of(sync)
+    if not any(weights == known for known in state.loaded):  # the usual case
+        return frozenset()
+    desired = state.desired
+    return frozenset(
+        unit for unit in _units(state, sync) if desired[unit].committed == weights and not desired[unit].quarantined
+    )
+
+
+def _units(state: CoordinatorState, sync: Sync) -> frozenset[int]:
+    return syncing_replicas(state, sync.request.target) & state.desired.keys()
+
+
+def _named(source: Source) -> str:
+    return source.path if isinstance(source, Checkpoint) else f"another {type(source).__name__.lower()}"

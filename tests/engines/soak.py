@@ -1,0 +1,275 @@
+"""Asynchronous training for as long as one likes: a real engine under constant requests, and a `keep` sync every 10 s.
+
+    python -m tests.engines.soak vllm --minutes 60          # or: make test-soak MINUTES=60, which runs both engines
+
+After each sync a new request with a cached prompt of 300 tokens must be answered by the new weights alone, and a
+request that was frozen must go on as the new weights would. Prints what was committed, the slowest sync, and the memory
+of agent and bus (and this tool with it) at both ends; once a minute what was found so far. The exit code is 1 if a sync
+was not committed, an answer was wrong or did not come, a request broke off, or a process ended. Then the folder with
+the logs is kept.
+
+`test_keep.py` uses the same fleet for a few syncs.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Final
+
+import anyio
+import httpx
+import psutil
+
+from controlplane import ControlPlane
+from schemas.commands import Checkpoint
+from schemas.config import BusConfig
+from schemas.errors import EngineError
+from schemas.reports import SyncReport
+from tests.engines.models import save_model, save_weights, weights
+from tests.engines.reports import BUS
+from tests.engines.servers import AgentProcess, EngineServer, Process, wait_for
+from workers.conformance.server_client import ServerClient
+
+EVERY_S: Final = 10.0
+PROBE: Final = [7 * place % 251 + 1 for place in range(300)]
+"""A prompt of which engines cache most."""
+ANSWER: Final = 8
+FROZEN: Final = 1500
+"""Tokens of a request that outlasts a sync."""
+ALWAYS: Final = 2
+"""Requests that always run."""
+
+
+class Stream(threading.Thread):
+    """One greedy request, streamed; `tokens` grows."""
+
+    def __init__(self, kind: str, url: str, prompt: Sequence[int], asked: int) -> None:
+        super().__init__(daemon=True)
+        self._kind, self._url, self._prompt, self.asked = kind, url, list(prompt), asked
+        self.tokens: list[int] = []
+        self._ended = False
+        self.start()
+
+    def run(self) -> None:
+        with suppress(EngineError):  # its reader sees that it has ended
+            anyio.run(self._stream)
+
+    async def _stream(self) -> None:
+        client = ServerClient(self._kind, self._url)
+        try:
+            async for token in client.generate(self._prompt, self.asked):
+                self.tokens.append(token)
+                if self._ended:
+                    break
+        finally:
+            await client.close()
+
+    def grows_to(self, count: int) -> None:
+        """Wait until it has that many tokens."""
+        wait_for(f"{count} tokens", lambda: len(self.tokens) >= count or not self.is_alive())
+        assert len(self.tokens) >= count, f"it ended with {len(self.tokens)} of {self.asked} tokens"
+
+    def end(self) -> None:
+        """Close its connection at the next token, so that the engine aborts it."""
+        self._ended = True
+
+
+class KeepFleet:
+    """One server with an agent, a bus, and two requests that always run, in a process of their own."""
+
+    def __init__(self, kind: str, folder: Path, open_: ExitStack, config: BusConfig = BUS) -> None:
+        self.kind, self.version, self.held = kind, 0, "a"
+        model = save_model(folder / "a", 1)
+        save_weights(folder / "b", weights(2))
+        options, variables = (UNI, UNI_VARIABLES) if kind == "vllm" else ((), {})
+        self.server = open_.enter_context(EngineServer(kind, model, folder, *options, variables=variables))
+        self.server.wait_up("/health" if kind == "vllm" else "/server_info")
+        self.plane: ControlPlane = open_.enter_context(
+            ControlPlane("tcp://127.0.0.1:0", log=folder / "run.db", config=config, checkpoints=folder)
+        )
+        self.agent = open_.enter_context(
+            AgentProcess(self.plane.address, folder, "0.0", 1, "--engine", kind, "--url", self.server.url)
+        )
+        self.plane.wait_for_agents(1, timeout=120).wait()
+        self.expected: dict[str, list[int]] = {}
+        for name in ("b", "a"):  # nothing else runs yet
+            self.sync(name).raise_unless_committed()
+            self.expected[name] = self.answer(PROBE)
+        assert self.expected["a"] != self.expected["b"]
+        load = [sys.executable, "-m", "tests.engines.soak", kind, "--load", self.server.url]
+        self.load = open_.enter_context(Process(load, folder / "load.log", cwd=Path(__file__).parents[2]))
+        wait_for("requests always run", lambda: "begun" in self.load.output)
+
+    def sync(self, name: str, timeout: float = 60.0) -> SyncReport:
+        """Sync to the weights of that name, under whatever runs."""
+        self.version += 1
+        ticket = self.plane.sync_weights(self.version, Checkpoint(name), in_flight="keep", timeout=timeout)
+        report = ticket.wait()
+        if report.status == "committed":
+            self.held = name
+        return report
+
+    def answer(self, prompt: Sequence[int], asked: int = ANSWER) -> list[int]:
+        """What a new request gets."""
+        stream = Stream(self.kind, self.server.url, prompt, asked)
+        stream.grows_to(asked)
+        return stream.tokens
+
+    def stream(self, prompt: Sequence[int], asked: int = FROZEN) -> Stream:
+        """Begin a request."""
+        return Stream(self.kind, self.server.url, prompt, asked)
+
+
+UNI: Final = ("--distributed-executor-backend", "uni")
+UNI_VARIABLES: Final = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""See `vllm_fleet.py`: no process that spins, since the soak wants the engine's time and not the machine's."""
+
+
+def wrong_answers(fleet: KeepFleet, frozen: Stream) -> list[str]:
+    """What is wrong after a sync: with a new request of a cached prompt, and with one that was frozen."""
+    wrong = []
+    if (found := fleet.answer(PROBE)) != (wanted := fleet.expected[fleet.held]):
+        wrong.append(f"a cached prompt was answered {found}, by {fleet.held} alone it is {wanted}")
+    made = len(frozen.tokens)  # all of these were made before now, and what follows by the new weights
+    frozen.grows_to(made + ANSWER)
+    frozen.end()  # or such requests fill a slow engine, one more with each sync
+    if (found := frozen.tokens[made : made + ANSWER]) != (
+        wanted := fleet.answer([*FROZEN_PROMPT, *frozen.tokens[:made]])
+    ):
+        wrong.append(f"a frozen request went on {found}, by {fleet.held} alone it is {wanted}")
+    return wrong
+
+
+FROZEN_PROMPT: Final = [5 * place % 239 + 1 for place in range(16)]
+
+
+class Found:
+    """What a soak has found so far."""
+
+    def __init__(self) -> None:
+        self.statuses: Counter[str] = Counter()
+        self.slowest = 0.0
+        self.wrong = 0
+
+    def sync(self, fleet: KeepFleet) -> None:
+        """Sync once, with a request that is frozen meanwhile, and note what came of it."""
+        frozen = fleet.stream(FROZEN_PROMPT)
+        try:
+            frozen.grows_to(2)
+            began = time.monotonic()
+            report = fleet.sync("a" if fleet.held == "b" else "b")
+            self.slowest = max(self.slowest, time.monotonic() - began)
+            alone = report.quarantined + report.unproven
+            whole = report.status != "committed" or not alone
+            self.statuses[report.status if whole else "committed without the replica"] += 1
+            if report.status != "committed" or alone:
+                _say(f"sync {fleet.version} is {report.status}: {report}", f"its agent: {fleet.agent.output[-2000:]}")
+            else:
+                self._note(fleet, *wrong_answers(fleet, frozen))
+        except AssertionError as error:  # an answer did not come
+            self._note(fleet, str(error))
+        finally:
+            frozen.end()
+
+    def _note(self, fleet: KeepFleet, *lines: str) -> None:
+        self.wrong += len(lines)
+        _say(*(f"after sync {fleet.version}: {line}" for line in lines))
+
+    def __str__(self) -> str:
+        syncs = f"{self.statuses.total()} syncs: {dict(self.statuses)}, the slowest {self.slowest:.2f} s"
+        return f"{syncs}; wrong answers: {self.wrong}"
+
+    @property
+    def good(self) -> bool:
+        return self.statuses.total() == self.statuses["committed"] > 0 and not self.wrong
+
+
+def soak(kind: str, minutes: float, folder: Path) -> int:
+    """Sync until the time is up. Returns the exit code."""
+    with ExitStack() as open_:
+        fleet = KeepFleet(kind, folder, open_, BusConfig())
+        processes = {"agent": fleet.agent, "server": fleet.server, "requests": fleet.load}
+        found = Found()
+        began = told = time.monotonic()
+        before: dict[str, float] = {}
+        ended: list[str] = []
+        while not ended and time.monotonic() < began + 60 * minutes:
+            synced = time.monotonic()
+            found.sync(fleet)
+            ended = [name for name, process in processes.items() if process.process.poll() is not None]
+            before = before or _memory(fleet)
+            if time.monotonic() > told + 60:
+                told = time.monotonic()
+                _say(f"{kind}, {(told - began) / 60:.0f} minutes: {found}")
+            threading.Event().wait(max(0.0, synced + EVERY_S - time.monotonic()))
+        _say(f"{kind}, {(time.monotonic() - began) / 60:.1f} minutes: {found}")
+        after = _memory(fleet)
+        _say(*(f"memory of the {name}: {before[name]:.1f} MB at first, {after[name]:.1f} MB now" for name in after))
+        _say(*(f"the {name} ended: {processes[name].output[-2000:]}" for name in ended))
+    return 0 if found.good and not ended else 1
+
+
+def always(kind: str, url: str) -> None:
+    """Keep requests running, each with a prompt of its own, until killed."""
+
+    def ask(first: int) -> None:
+        for number in range(1_000_000_000):
+            prompt = [first, *(number // 200**place % 200 + 1 for place in range(4))]
+            Stream(kind, url, prompt, 400).join()
+
+    for first in range(ALWAYS):
+        threading.Thread(target=ask, args=(first + 1,), daemon=True).start()
+    wait_for("a request runs", lambda: _running(kind, url))
+    _say("begun")
+    threading.Event().wait()
+
+
+def _running(kind: str, url: str) -> bool:
+    stream = Stream(kind, url, [3], 2)
+    stream.join()
+    return len(stream.tokens) == 2 and httpx.get(url + "/health", timeout=30).is_success
+
+
+def _memory(fleet: KeepFleet) -> dict[str, float]:
+    """Megabytes of each process that is there."""
+    found: dict[str, float] = {}
+    for name, process in (("agent", fleet.agent.process.pid), ("bus", os.getpid())):
+        with suppress(psutil.NoSuchProcess):
+            found[name] = psutil.Process(process).memory_info().rss / 2**20
+    return found
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        print(line, flush=True)  # noqa: T201
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.engines.soak", description=__doc__.partition("\n")[0])
+    parser.add_argument("kind", choices=["vllm", "sglang"])
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--load", metavar="URL", help="only keep requests running at this server")
+    options = parser.parse_args()
+    if options.load:
+        always(options.kind, options.load)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that everything that it started ends with it
+    folder = Path(tempfile.mkdtemp(prefix="rolloutctl-soak-"))
+    code = soak(options.kind, options.minutes, folder)
+    if code == 0:
+        shutil.rmtree(folder)
+    else:
+        _say(f"the logs are in {folder}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Real engines with LoRA adapters under a real agent: which version made a token is read from its log probabilities."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import get_args
+
+import pytest
+
+from schemas.errors import CheckpointError
+from schemas.identity import Operation
+from tests.engines.adapters import save_adapter
+from tests.engines.lora_fleet import MODULES, RANK, LoRAFleet, Scored
+from tests.engines.models import HIDDEN
+from tests.engines.servers import probed, wait_for
+from tests.engines.surfaces import Kind
+
+KINDS = [
+    pytest.param(kind, marks=[getattr(pytest.mark, f"engine_{kind}"), pytest.mark.timeout(900)])
+    for kind in get_args(Kind)
+]
+NEAR = 1e-3
+"""Two runs of the same weights differ by less, and other weights by tens."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoRAFleet]:
+    """One replica, which no test leaves without a version to serve."""
+    with ExitStack() as open_:
+        fleet = LoRAFleet(request.param, tmp_path_factory.mktemp("lora"), open_)
+        assert fleet.sync(fleet.save("first", 1)).status == "committed"
+        fleet.served()
+        yield fleet
+
+
+def near(found: Scored, expected: Scored) -> bool:
+    """Whether the same weights made both."""
+    tokens = [token for token, _ in found] == [token for token, _ in expected]
+    return tokens and all(abs(a - b) < NEAR for (_, a), (_, b) in zip(found, expected, strict=True))
+
+
+def test_the_probe_and_the_engine_know_what_it_was_launched_for(fleet: LoRAFleet) -> None:
+    code, found = probed(fleet.url)
+    assert code == 0 and Operation.ADAPTERS in found["has"]
+    assert fleet.listed() == {fleet.adapter.model: f"{fleet.folder}/{fleet.adapter.path}"}
+
+
+def test_a_then_b_then_a(fleet: LoRAFleet) -> None:
+    base, made = fleet.scores(None), []
+    for step, seed in (("a", 11), ("b", 12), ("a again", 11)):
+        assert fleet.sync(fleet.save(step, seed)).status == "committed"
+        made.append(fleet.scores(fleet.served().model))
+    a, b, again = made
+    assert near(a, again) and not near(a, b) and not near(a, base) and not near(b, base)
+    assert near(fleet.scores(None), base)
+
+
+def test_requests_in_flight_end_on_the_version_that_they_began_with(fleet: LoRAFleet) -> None:
+    fleet.sync(fleet.save("old", 21))
+    old = fleet.served().model
+    before = fleet.begin(old, 300)
+    assert fleet.sync(fleet.save("new", 22)).status == "committed"
+    new = fleet.served().model
+    assert before.is_alive(), "it ended before the sync"
+    after = fleet.begin(new, 100)
+    assert before.all() == [token for token, _ in fleet.scores(old, 300)]
+    assert after.all() == [token for token, _ in fleet.scores(new, 100)]
+
+
+def test_a_broken_adapter_reaches_no_engine(fleet: LoRAFleet) -> None:
+    route = "/load_lora_adapter"
+    held, asked = fleet.adapter, fleet.calls(route)
+    wide = {name: (rows, HIDDEN + 1) for name, (rows, _) in MODULES.items()}
+    half = save_adapter(fleet.folder / "adapters" / "half", MODULES, RANK)
+    (half / "adapter_model.safetensors").write_bytes((half / "adapter_model.safetensors").read_bytes()[:-1])
+    save_adapter(fleet.folder / "adapters" / "wide", wide, RANK)
+    save_adapter(fleet.folder / "adapters" / "rank", MODULES, 32)
+    with pytest.raises(CheckpointError, match="cut off"):
+        fleet.sync("adapters/half")
+    for path, says in (("wide", "lora_A must have 256 columns"), ("rank", "launched for 16")):
+        report = fleet.sync(f"adapters/{path}")
+        assert report.status == "aborted" and says in str(report), report
+    assert fleet.adapter == held and fleet.calls(route) == asked > 0
+    assert fleet.scores(held.model)
+
+
+def test_files_of_dropped_versions_can_go(fleet: LoRAFleet) -> None:
+    fleet.sync(fleet.save("kept", 31))
+    first = fleet.served()
+    request = fleet.begin(first.model, 200)
+    for step, seed in (("newer", 32), ("newest", 33)):
+        fleet.sync(fleet.save(step, seed))
+    newest = fleet.served()
+    assert fleet.adapter.oldest <= first.version or not request.is_alive()  # a request runs on it
+    made = request.all()
+    wait_for("the version that is no longer wanted is gone", lambda: fleet.adapter.oldest > first.version, 60)
+    shutil.rmtree(fleet.folder / first.path)
+    assert made and first.model not in fleet.listed()
+    for model in fleet.listed():
+        assert fleet.scores(model)
+    assert fleet.sync(fleet.save("after", 34)).status == "committed"
+    assert fleet.scores(fleet.served().model) and newest.model in fleet.listed()
+
+
+def test_a_server_that_is_launched_again_holds_all_live_adapters(fleet: LoRAFleet) -> None:
+    fleet.sync(fleet.save("one", 41))
+    fleet.sync(fleet.save("two", 42))
+    held = wait_for("two versions are held", lambda: found if len(found := fleet.listed()) == 2 else None, 60)
+    scores = {model: fleet.scores(model) for model in held}
+    fleet.kill_server()
+    wait_for("the server is missed", lambda: not fleet.adapter.replicas, 60)
+    fleet.served()
+    assert fleet.listed() == held
+    for model, before in scores.items():
+        assert near(fleet.scores(model), before)
+
+
+def test_a_drop_leaves_nothing(fleet: LoRAFleet) -> None:
+    fleet.plane.drop_adapter("policy").wait()
+    wait_for("no adapter is listed", lambda: not fleet.listed(), 60)
+    assert fleet.scores(None) and "policy" not in fleet.plane.adapters()

@@ -1,0 +1,190 @@
+"""LoRA adapters on the tiny engine: what requests get, and a fleet of two that a trainer syncs them to."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+from anyio import to_thread
+from torch.func import functional_call
+
+from controlplane import ControlPlane
+from schemas.commands import AdapterVersion, Checkpoint
+from schemas.config import AgentConfig, BusConfig
+from schemas.errors import CheckpointError, EngineError, RefusedError
+from schemas.events import CheckAdapter, Flush, Load, LoadAdapter, Resume, UnloadAdapter
+from schemas.identity import Identity
+from schemas.safetensors.manifest import build_manifest
+from tests.waiting import until
+from workers.agent import Agent
+from workers.engines.tiny.engine import TinyEngine
+from workers.engines.tiny.model import TinyConfig, TinyModel, read_adapter, save, save_adapter, with_adapter
+from workers.engines.tiny.server import Completion, TinyClient
+
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
+
+PROMPT = [3, 1, 4, 1]
+QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=500)
+
+
+def lora(seed: int, rank: int = 2) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """A and B of every linear module of the model."""
+    generator = torch.Generator().manual_seed(seed)
+    modules = {name: module for name, module in TinyModel(TinyConfig()).named_modules() if name.startswith("blocks.")}
+    return {
+        name: (
+            torch.randn(rank, module.in_features, generator=generator),
+            torch.randn(module.out_features, rank, generator=generator),
+        )
+        for name, module in modules.items()
+        if isinstance(module, torch.nn.Linear)
+    }
+
+
+def write(folder: Path, number: int) -> AdapterVersion:
+    save_adapter(lora(number), 1.0, folder / f"adapters/{number}")
+    return AdapterVersion(name="policy", version=number, path=f"adapters/{number}")
+
+
+@asynccontextmanager
+async def running(folder: Path, replica: int = 0) -> AsyncIterator[tuple[TinyEngine, TinyClient]]:
+    front = f"ipc://{folder}/front-{replica}"
+    engine = TinyEngine(
+        Identity(replica=replica, node_rank=0), checkpoints=folder, traces=folder / "traces", serve=front, seed=7
+    )
+    await engine.open()
+    try:
+        yield engine, TinyClient(front, timeout_s=20)
+    finally:
+        await engine.close()
+
+
+def greedy(client: TinyClient, model: str = "") -> Completion:
+    return client.generate([PROMPT], 8, 0.0, model)[0]
+
+
+def expected(base: TinyModel, directory: Path | None, tokens: int = 8) -> list[int]:
+    """Greedy tokens of the base with an adapter, by a forward of all tokens each time."""
+    deltas = read_adapter(directory) if directory is not None else {}
+    made = list(PROMPT)
+    with torch.no_grad():
+        for _ in range(tokens):
+            logits, _ = functional_call(base, with_adapter(base, deltas), (torch.tensor([made]),))
+            made.append(int(logits[0, -1].argmax()))
+    return made[len(PROMPT) :]
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+async def test_each_request_gets_the_adapter_that_it_names_and_others_the_base(tmp_path: Path) -> None:
+    base = TinyModel(TinyConfig(), 7)
+    versions = [write(tmp_path, number) for number in (1, 2)]
+    async with running(tmp_path) as (engine, client):
+        await engine.perform(Resume(), 10)
+        for version in versions:
+            await engine.perform(CheckAdapter(version), 10)
+            await engine.perform(LoadAdapter(version), 10)
+        assert (await engine.observe()).adapters == {"policy-v1": "adapters/1", "policy-v2": "adapters/2"}
+        for model, number in (("policy-v1", 1), ("policy-v2", 2), ("", None), ("policy-v1", 1)):
+            directory = tmp_path / f"adapters/{number}" if number else None
+            assert greedy(client, model).tokens == expected(base, directory), model
+        with pytest.raises(EngineError, match="no adapter policy-v9"):
+            greedy(client, "policy-v9")
+
+
+async def test_an_adapter_follows_its_base(tmp_path: Path) -> None:
+    version = write(tmp_path, 1)
+    save(TinyModel(TinyConfig(), 8), tmp_path / "v1")
+    async with running(tmp_path) as (engine, client):
+        await engine.perform(LoadAdapter(version), 10)
+        await engine.perform(Load(1, Checkpoint("v1"), build_manifest(tmp_path / "v1", content=True)), 10)
+        await engine.perform(Flush(), 10)
+        await engine.perform(Resume(), 10)
+        assert greedy(client, "policy-v1").tokens == expected(TinyModel(TinyConfig(), 8), tmp_path / "adapters/1")
+
+
+async def test_a_version_is_not_unloaded_under_a_request_nor_loaded_twice(tmp_path: Path) -> None:
+    version = write(tmp_path, 1)
+    async with running(tmp_path) as (engine, client), anyio.create_task_group() as tasks:
+        await engine.perform(LoadAdapter(version), 10)
+        with pytest.raises(RefusedError, match="loaded already"):
+            await engine.perform(LoadAdapter(version), 10)
+        tasks.start_soon(to_thread.run_sync, greedy, client, "policy-v1")  # waits: the engine is paused
+        await until(lambda: client.describe().running == 1)
+        with pytest.raises(RefusedError, match="1 requests run on it"):
+            await engine.perform(UnloadAdapter("policy-v1", waited=True), 10)
+        await engine.perform(Resume(), 10)
+        await until(lambda: not client.describe().running)
+        await engine.perform(UnloadAdapter("policy-v1", waited=False), 10)
+        await engine.perform(UnloadAdapter("policy-v1", waited=False), 10)
+        assert (await engine.observe()).adapters == {}
+
+
+async def test_files_that_do_not_fit_the_model_are_refused_and_the_engine_serves_on(tmp_path: Path) -> None:
+    wrong = {"blocks.0.qkv": (torch.zeros(2, 8), torch.zeros(8, 2))}
+    save_adapter(wrong, 1.0, tmp_path / "adapters/1")
+    version = AdapterVersion(name="policy", version=1, path="adapters/1")
+    async with running(tmp_path) as (engine, client):
+        for call in (CheckAdapter(version), LoadAdapter(version)):
+            with pytest.raises(CheckpointError, match="blocks.0.qkv"):
+                await engine.perform(call, 10)
+        await engine.perform(Resume(), 10)
+        assert greedy(client).tokens == expected(TinyModel(TinyConfig(), 7), None)
+
+
+def test_an_adapter_is_not_saved_over_another(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    with pytest.raises(FileExistsError, match="no adapter is ever replaced"):
+        write(tmp_path, 1)
+
+
+# --- a fleet ----------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def replica(folder: Path, plane: ControlPlane, number: int) -> AsyncIterator[TinyClient]:
+    """An agent with its engine, once it is ready."""
+    async with running(folder, number) as (engine, client):
+        agent = Agent(
+            bus=plane.address,
+            identity=Identity(replica=number, node_rank=0),
+            engine=engine,
+            state_dir=folder / "state",
+            config=AgentConfig(hello_retry_ms=20, observe_ms=20),
+        )
+        async with agent, anyio.create_task_group() as tasks:
+            tasks.start_soon(agent.run)
+            with anyio.fail_after(30):
+                await agent.wait_ready()
+            yield client
+            tasks.cancel_scope.cancel()
+
+
+async def test_versions_are_committed_on_all_replicas_and_one_that_is_launched_again_has_them_before_it_is_ready(
+    tmp_path: Path,
+) -> None:
+    base = TinyModel(TinyConfig(), 7)
+    plain = expected(base, None)
+    a, b = (tmp_path / write(tmp_path, number).path for number in (1, 2))
+    save_adapter(lora(1), 1.0, tmp_path / "adapters/3")  # the bytes of the first one again
+    async with (
+        ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK, checkpoints=tmp_path) as plane,
+        replica(tmp_path, plane, 0) as first,
+    ):
+        async with replica(tmp_path, plane, 1) as second:
+            for path, directory in (("adapters/1", a), ("adapters/2", b), ("adapters/3", a)):
+                report = await plane.sync_adapter("policy", None, path)
+                assert (report.status, report.loaded) == ("committed", (0, 1))
+                served = plane.adapters()["policy"]
+                assert served.replicas == (0, 1)
+                for client in (first, second):
+                    assert greedy(client, served.model).tokens == expected(base, directory)
+                    assert greedy(client).tokens == plain
+        async with replica(tmp_path, plane, 1) as again:
+            assert again.describe().adapters == {"policy-v2": "adapters/2", "policy-v3": "adapters/3"}
+            assert greedy(again, "policy-v3").tokens == expected(base, a)
+        await plane.drop_adapter("policy")
+        await until(lambda: not first.describe().adapters)

@@ -1,0 +1,271 @@
+"""How many small changes of the machines does a test notice? A random sample, of which each is tried alone.
+
+    python -m tests.mutants --sample 120 --seed 1             # by the suite, and by the simulation alone
+    python -m tests.mutants --sample 120 --by simulation      # by the simulation alone
+
+Cosmic Ray (extra `mutants`) changes the source: an operator, a comparison, a number, a condition. Drawn are places in
+the source, and for each of them one of the changes that are possible there, so that a place at which twelve are does
+not count twelve times. Each change is made in a copy of the checkout, one at a time, and tried by the simulation, then
+by the other tests, until one fails.
+
+Left out is what says nothing: changes with which a module can't be imported; those that mean the same (`is` for `==`);
+those that raise wherever they are reached (`<` for `is`); what falls on annotations, options of classes and the texts
+of messages; and limits of 64 or more that are one larger or smaller.
+"""
+
+import argparse
+import ast
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+ROOT = Path(__file__).resolve().parent.parent
+MACHINES = ("schemas/desired.py", "controlplane/machine", "workers/machine")
+COPIED = (
+    "schemas",
+    "controlplane",
+    "workers",
+    "tests",
+    "bench",
+    "docs",
+    "pyproject.toml",
+    "Makefile",
+    "README.md",
+    "CHANGELOG.md",
+)
+KINDS: Final = (
+    *("AddNot", "NumberReplacer", "ReplaceAndWithOr", "ReplaceOrWithAnd", "ReplaceUnaryOperator_Delete_Not"),
+    *("ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ZeroIterationForLoop"),
+    *("ReplaceContinueWithBreak", "ReplaceBreakWithContinue"),
+    *(f"ReplaceComparisonOperator_{kind}" for kind in ("Is_IsNot", "IsNot_Is", "Eq_NotEq", "NotEq_Eq")),
+    *(f"ReplaceComparisonOperator_{kind}" for kind in ("Eq_Lt", "Eq_LtE", "Eq_Gt", "Eq_GtE", "NotEq_Lt", "NotEq_Gt")),
+    *(f"ReplaceComparisonOperator_{kind}" for kind in ("Lt_LtE", "Lt_GtE", "LtE_Lt", "LtE_Gt")),
+    *(f"ReplaceComparisonOperator_{kind}" for kind in ("Gt_GtE", "Gt_LtE", "GtE_Gt", "GtE_Lt")),
+    *(f"ReplaceBinaryOperator_{kind}" for kind in ("Add_Sub", "Sub_Add", "Sub_BitAnd", "Sub_BitOr", "Mul_Add")),
+    *(f"ReplaceBinaryOperator_{kind}" for kind in ("FloorDiv_Mul", "LShift_RShift", "BitAnd_BitOr", "BitAnd_Sub")),
+    *(f"ReplaceBinaryOperator_{kind}" for kind in ("BitOr_BitAnd", "BitOr_Sub")),
+)
+"""Kinds of changes that are tried."""
+ORDERING: Final = re.compile(r"(Eq|NotEq)_(Lt|LtE|Gt|GtE)$")
+NUMBER_MAX: Final = 63
+NEAREST = (
+    *("decisions", "fleet", "weights", "syncs", "reconcile", "machine_lives", "machine_faults", "observe"),
+    *("suppressed", "coordinator", "pushed", "sessions", "readiness", "profile_decisions", "trainer_memory"),
+    *("desired", "unanswered", "way_back", "keep", "lost_trainers", "sync_reports", "observing", "keys"),
+    *("commanders", "stacks", "heartbeat", "training_fleet", "tickets", "tables", "serving", "driver"),
+)
+"""The unit tests that feed a machine."""
+OTHERS = ("tests/scenarios", "tests/replays", "tests/golden")
+LIMIT_S = 60
+"""Time of a processor for one run of tests. A change that makes them spin is noticed."""
+
+Position = tuple[int, int]
+"""Line and column."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change: the `occurrence` of what `operator` changes in a file."""
+
+    file: str
+    line: int
+    operator: str
+    occurrence: int
+
+    def of(self, source: str) -> str:
+        """Return the changed source."""
+        from cosmic_ray.mutating import mutate_code
+        from cosmic_ray.plugins import get_operator
+
+        return str(mutate_code(source, get_operator(self.operator)(), self.occurrence) or source)
+
+
+def places() -> list[list[Mutant]]:
+    """Return every place in the machines that can be changed, each with the changes that are possible there."""
+    found = []
+    for path in sorted(file for name in MACHINES for file in _files(ROOT / name)):
+        found += list(_places(str(path.relative_to(ROOT)), path.read_text()).values())
+    return found
+
+
+def _places(file: str, source: str) -> dict[tuple[Position, Position, str], list[Mutant]]:
+    import cosmic_ray.plugins as plugins
+    from cosmic_ray.ast import ast_nodes, get_ast
+
+    tree, outside = get_ast(source), _Outside(source)
+    by_place: dict[tuple[Position, Position, str], list[Mutant]] = {}
+    for name in sorted(plugins.operator_names()):
+        kind = name.split("/")[-1]
+        if kind not in KINDS:
+            continue
+        operator = plugins.get_operator(name)()
+        positions = [position for node in ast_nodes(tree) for position in operator.mutation_positions(node)]
+        for occurrence, (start, end) in enumerate(positions):
+            if not outside.has(start, kind):
+                place = (start, end, "_".join(kind.split("_")[:2]))  # what is replaced, and not by what
+                by_place.setdefault(place, []).append(Mutant(file, start[0], name, occurrence))
+    return by_place
+
+
+class _Outside:
+    """The parts of a module of which a change says nothing."""
+
+    def __init__(self, source: str) -> None:
+        self.ranges: list[tuple[Position, Position]] = []
+        self.texts: list[tuple[Position, Position]] = []  # comparisons with a text: its order means nothing
+        self.numbers: set[Position] = set()
+        for node in ast.walk(ast.parse(source)):
+            self._visit(node)
+
+    def has(self, start: Position, kind: str) -> bool:
+        """Whether a kind of change at this position says nothing."""
+        if kind == "NumberReplacer" and start in self.numbers:
+            return True
+        if ORDERING.search(kind) and any(first <= start < end for first, end in self.texts):
+            return True
+        return any(first <= start < end for first, end in self.ranges)
+
+    def _visit(self, node: ast.AST) -> None:
+        match node:
+            case ast.arg(annotation=ast.expr() as part) | ast.AnnAssign(annotation=part):
+                self.ranges.append(_range(part))
+            case ast.FunctionDef(returns=ast.expr() as part):
+                self.ranges.append(_range(part))
+            case ast.ClassDef(keywords=keywords):
+                self.ranges += [_range(keyword.value) for keyword in keywords]
+            case ast.JoinedStr():
+                self.ranges.append(_range(node))
+            case ast.IfExp(test=test) if _is_text(node.body) and _is_text(node.orelse):
+                self.ranges.append(_range(test))
+            case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
+                self.ranges.append(_range(kinds))
+            case ast.Constant(value=int() as number) if abs(number) > NUMBER_MAX:
+                self.numbers.add(_range(node)[0])
+            case ast.Compare(left=left, comparators=comparators):
+                if any(isinstance(side, ast.Constant) and isinstance(side.value, str) for side in (left, *comparators)):
+                    self.texts.append(_range(node))
+
+
+def _is_text(node: ast.expr) -> bool:
+    """Whether an expression only chooses between texts, none of them empty."""
+    match node:
+        case ast.IfExp(body=body, orelse=orelse):
+            return _is_text(body) and _is_text(orelse)
+        case ast.Constant(value=str() as text):
+            return bool(text)
+        case _:
+            return isinstance(node, ast.JoinedStr)
+
+
+def _range(node: ast.expr) -> tuple[Position, Position]:
+    return (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
+
+
+def _files(path: Path) -> Iterator[Path]:
+    yield from [path] if path.is_file() else path.rglob("*.py")
+
+
+class Checkout:
+    """A copy of the checkout in which one change at a time is made."""
+
+    def __init__(self, folder: Path, seeds: int) -> None:
+        self.folder, self.seeds = folder, seeds
+        for name in COPIED:
+            source = ROOT / name
+            copy = shutil.copytree if source.is_dir() else shutil.copy
+            copy(source, folder / name)
+
+    def noticed(self, file: str, text: str, by: str) -> str | None:
+        """Return which tests notice that a file has another text: '' if none do, None if it can't be imported."""
+        path = self.folder / file
+        before = path.read_text()
+        try:
+            path.write_text(text)
+            module = file.removesuffix(".py").replace("/", ".")
+            if text == before or not self._passes("-c", f"import {module}"):
+                return None
+            return self.fails(by, path.stem)
+        finally:
+            path.write_text(before)
+
+    def fails(self, by: str, near: str = "") -> str:
+        """Return which tests fail: '' if none do."""
+        if not self._passes("-m", "tests.simulation.cluster", "0", str(self.seeds), "first"):
+            return "simulation"
+        if by == "simulation":
+            return ""
+        named = [f"tests/unit/test_{name}.py" for name in dict.fromkeys((near, *NEAREST))]
+        nearest = [name for name in named if (self.folder / name).exists()]
+        return "" if self._tests(*nearest) and self._tests(*OTHERS) else "units"
+
+    def _tests(self, *arguments: str) -> bool:
+        return self._passes("-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments)
+
+    def _passes(self, *arguments: str) -> bool:
+        environment = {**os.environ, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        limit = f'ulimit -t {LIMIT_S}; exec "$@"'
+        command = ["sh", "-c", limit, "sh", sys.executable, *arguments]
+        try:
+            done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, timeout=10 * LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return False
+        return done.returncode == 0
+
+
+def changed_line(before: str, after: str) -> str:
+    """Return the first line that differs, as it is afterwards."""
+    pairs = zip(before.splitlines(), after.splitlines(), strict=False)
+    return next((new.strip() for old, new in pairs if old != new), "")
+
+
+def main() -> int:
+    """Try a sample, and print what was noticed by which tests, and both shares."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants")
+    parser.add_argument("--sample", type=int, default=120, help="places to change")
+    parser.add_argument("--seed", type=int, default=1, help="of the sample")
+    parser.add_argument("--seeds", type=int, default=200, help="runs of the simulation for each change")
+    parser.add_argument("--by", choices=("suite", "simulation"), default="suite")
+    parser.add_argument("--minutes", type=float, default=40, help="begin no other change after this time")
+    options = parser.parse_args()
+    os.nice(10)
+    every = places()
+    rng = random.Random(options.seed)
+    ends = time.monotonic() + 60 * options.minutes
+    tried: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        checkout = Checkout(Path(folder), options.seeds)
+        if broken := checkout.fails(options.by):
+            sys.stderr.write(f"without any change, tests fail: {broken}\n")
+            return 2
+        for mutant in map(rng.choice, rng.sample(every, min(options.sample, len(every)))):
+            if time.monotonic() > ends:
+                break
+            before = (checkout.folder / mutant.file).read_text()
+            text = mutant.of(before)
+            by = checkout.noticed(mutant.file, text, options.by)
+            if by is not None:
+                tried.append(by)
+            kind = mutant.operator.split("/")[-1].removeprefix("Replace")
+            line = f"{mutant.file}:{mutant.line} {kind}: {changed_line(before, text)}"
+            sys.stdout.write(f"{'not imported' if by is None else by or 'NOT NOTICED':12} {line}\n")
+            sys.stdout.flush()
+    for judge, noticed in (
+        ("suite", [by for by in tried if by]),
+        ("simulation", [by for by in tried if by == "simulation"]),
+    ):
+        share = 100 * len(noticed) // max(1, len(tried))
+        sys.stdout.write(f"by the {judge}: {len(noticed)} of {len(tried)}, {share} % ({len(every)} places in all)\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,119 @@
+"""One place in the simulated fleet: what outlives its agents, and what their successors are not told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from schemas.identity import Identity, OnLostBus
+from tests.simulation.agent import Process
+from tests.simulation.disk import Disk
+from tests.simulation.engine import LAUNCH_LABEL, Engine
+from tests.simulation.promises import Ledger
+from workers.machine.readiness import in_sync
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import World
+
+
+class Slot:
+    """One place in the fleet, with everything that outlives its agent: journal, engine, clock, network."""
+
+    def __init__(
+        self, world: World, identity: Identity, engine: Engine | None, embedded: bool, double: int = 0
+    ) -> None:
+        self.world = world
+        self.double = double  # number of a slot whose place another one has
+        self.identity = identity
+        self.engine = engine
+        self.embedded = embedded
+        self.journal: list[tuple[bytes, bytes]] = []  # what its disk holds
+        self.disk = Disk(f"{world.seed} {identity.agent} {double or ''}")
+        self.clock_ms = world.rng.randrange(1_000_000)
+        self.blocked_until = {"up": 0, "down": 0, "pub": 0}
+        self.away_until = 0  # its agent is not started before
+        self.incarnations = 0
+        self.process: Process | None = None
+        self.ledger = Ledger()
+        self.on_lost_bus: OnLostBus = "serve"
+        self.cut_off = False  # for good: another slot has its place and its engine
+
+    @property
+    def name(self) -> str:
+        return self.identity.agent
+
+    def start(self, launches: bool = True) -> None:
+        """Begin an incarnation. If it `launches`, an embedded engine is launched with it."""
+        if self.process is not None or self not in self.world.slots:
+            return
+        if self.world.now < self.away_until:
+            self.world.at(self.away_until - self.world.now, self.start, launches)
+            return
+        self.incarnations += 1
+        if self.engine is not None and launches and (self.incarnations == 1 or self.embedded):
+            self.relaunch()
+        if not self.world.mechanisms.journal:
+            self.disk.erase()
+        self.process = Process(self)
+        self.process.begin()
+
+    def be_succeeded(self, number: int) -> Slot | None:
+        """Give up the agent with its journal. Returns the slot that it goes on in, cut off from every bus, and with the
+        same engine. None if the engine can't tell the next agent what it has to know.
+        """
+        process, engine = self.process, self.engine
+        if process is None or engine is None or engine.attempt is not None or process.waiting:
+            return None
+        if not in_sync(process.state) or engine.kind == "verl":  # which would not tell whether it was paused meanwhile
+            return None
+        torn = process.state.engine.torn or engine.is_torn
+        pushed = (engine.label or "").startswith("push")
+        if engine.session_step is not None or torn or pushed or engine.hides:
+            return None
+        old = Slot(self.world, self.identity, engine, embedded=False, double=number)
+        old.clock_ms, old.on_lost_bus, old.incarnations = self.clock_ms, self.on_lost_bus, self.incarnations
+        old.disk, old.journal, old.ledger, old.cut_off = self.disk, self.journal, self.ledger, True
+        old.process, process.slot, self.process = process, old, None
+        self.disk, self.journal = Disk(f"{self.world.seed} {self.name} after {number}"), []
+        self.ledger = Ledger(answered=old.ledger.answered, lost_epoch=old.ledger.lost_epoch)
+        return old
+
+    def lose_journal(self) -> None:
+        """The agent dies with its disk, and its engine goes on: the next agent knows of nothing before it.
+
+        Not while no engine could tell the next agent what it has to know: after a load that was cut off, or a sleep
+        that dropped the weights, while their label is still that of the launch, or a mere number; nor while it holds a
+        push that the run may forget. A session that was open stays open, and a new start is refused meanwhile.
+        """
+        process, engine = self.process, self.engine
+        if process is None or engine is None or engine.attempt is not None or process.state.activity is not None:
+            return
+        torn = process.state.engine.torn or engine.is_torn  # not read yet, perhaps
+        weather, label = self.world.weather, engine.label or ""
+        forgotten = label.startswith("push") and bool(weather.tails or weather.retires or weather.reshapes)
+        unseen = torn and (engine.label in (None, LAUNCH_LABEL) or not weather.forgets)
+        profiles = engine.session_step is not None and not weather.forgets
+        if profiles or unseen or forgotten or engine.hides:
+            return
+        if engine.session_step is not None:
+            self.world.say(f"its session of step {engine.session_step} is forgotten")
+            engine.forgotten = engine.session_step
+            self.world.forgotten.add(self.name)
+        self.world.say(f"{self.name} loses its journal")
+        self.away_until = self.world.now + self.world.rng.randrange(2000, 5000)
+        process.die()
+        self.disk.erase()
+        self.journal.clear()
+        self.ledger = Ledger(answered=self.ledger.answered, lost_epoch=self.ledger.lost_epoch)
+
+    def relaunch(self) -> None:
+        """Kill the engine and launch it again; it answers after a while."""
+        engine = self.engine
+        if engine is not None:
+            engine.launch()
+            instance = engine.instance
+
+            def up() -> None:
+                if engine.instance == instance:
+                    engine.ready = True
+
+            self.world.at(self.world.rng.choice((0, 100, 3000)), up)

@@ -1,0 +1,298 @@
+"""Judges of syncs: what a report says, when a quarantine ends, which weights a version stands for, how long a command
+is good for. Each looks at the log and at the answers that were given, never at what a machine concluded from them.
+
+Each function returns what is wrong, or nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from controlplane.machine.events import CoordinatorEvent, JoinReceived, ResendRequested, RetireRequested
+from schemas.commands import AdapterSync, Command, EpochStart, ProfileCommand, UnknownCommand, WeightSync
+from schemas.desired import Desired, requested_session
+from schemas.events import CommandReceived, Event, LeaseExpired, SnapshotReceived, Started
+from schemas.identity import ROLLOUT, Identity, RolloutMode, agent_of, replica_and_node
+from schemas.outcomes import Acted, Missing, Reason, Skipped
+from schemas.reports import Report, SyncReport
+from workers.machine.state import AgentState
+
+if TYPE_CHECKING:
+    from controlplane.machine.coordinator import CoordinatorState
+    from tests.simulation.agent import Process
+    from tests.simulation.bus import Bus
+    from tests.simulation.promises import Promises, Published
+
+_TAKES_NO_PART = tuple(map(Skipped, (Reason.MODE_NEVER_SYNCS, Reason.NOT_TARGETED, Reason.OBSERVING)))
+CALLS_ALONE_MAX = 8
+"""Calls that bring an engine back to committed weights once, without a session. More are a struggle with another."""
+LEASE_LATE_MS = 5000
+"""How much later than a lease its end may be noticed: a heartbeat, and a disk that hangs."""
+REPLAYED_LATE_MS = 150
+"""How long a message may be on its way on a connection that keeps order."""
+
+
+def syncs(place: Identity) -> bool:
+    """Whether weight syncs are for it."""
+    return place.role == ROLLOUT and place.mode is not RolloutMode.COLOCATED
+
+
+def followed(outcome: object) -> bool:
+    """Whether the outcome of a phase says that the replica is where the phase wanted it."""
+    return isinstance(outcome, Acted) or outcome == Skipped(Reason.ALREADY)
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+def report(promises: Promises, bus: Bus, told: SyncReport) -> str:
+    """P11: a report names each known replica that the sync was for, unless it has answered itself that it is where the
+    end of the sync wants it.
+    """
+    last = told.phases[-1]
+    target = promises.log[last.seq].target
+    firsts = {
+        promises.identities[name].unit: promises.identities[name] for name in sorted(promises.known, reverse=True)
+    }
+    known = {place.replica for place in firsts.values() if syncs(place) and target.includes(place)}
+    ends = isinstance(last.command, WeightSync | AdapterSync) and last.command.phase in ("commit", "abort")
+    named = {*told.quarantined, *told.unproven}
+    for replica in known - named:
+        given = promises.world.slot(f"{replica}.0").ledger.answered.get((last.origin, last.seq), [])
+        proves = followed if ends else (lambda outcome: outcome in _TAKES_NO_PART)
+        desired = bus.state.desired.get(replica)
+        held = 0 if desired is None else desired.version if not told.adapter else _newest(desired, told.adapter)
+        holds = told.status != "committed" or held == told.version
+        stale = holds and Skipped(Reason.STALE_VERSION) in given
+        if not (stale or any(proves(outcome) or outcome in _TAKES_NO_PART for outcome in given)):
+            return f"the report of v{told.version}, {told.status}, does not name replica {replica}, which said {given}"
+        if desired is not None and desired.quarantined and not told.adapter:
+            return f"the report of v{told.version}, {told.status}, does not name replica {replica}, in quarantine"
+    stopped = {replica for stop in told.stopped for replica in stop.replicas}
+    for replica in known - stopped:
+        desired = bus.state.desired.get(replica)
+        if desired is not None and (desired.generation == "paused" or desired.asleep):
+            return f"the report of v{told.version} does not say that replica {replica} was told to stop"
+    if told.status == "committed" and isinstance(last.command, WeightSync):
+        conclusions = dict(primaries(last))
+        for replica in set(told.quarantined) - last.command.quarantine:
+            if followed(conclusions.get(replica)):
+                return f"the report of v{told.version} calls replica {replica} quarantined, and it serves"
+    return ""
+
+
+def _newest(desired: Desired, name: str) -> int:
+    adapter = desired.adapters.get(name)
+    return adapter.newest if adapter is not None else 0
+
+
+def primaries(report: Report) -> Iterator[tuple[int, object]]:
+    """What the primary of each replica concluded."""
+    for line in report.outcomes:
+        place = replica_and_node(line.agent)
+        if place is not None and place[1] == 0:
+            yield place[0], line.conclusion
+
+
+def quorum(promises: Promises, bus: Bus, before: CoordinatorState) -> str:
+    """A commit rests on as many replicas that loaded as were asked for."""
+    sync = before.sync
+    published = promises.log.get(bus.state.seq)
+    command = published.command if published is not None else None
+    if sync is None or sync.request.quorum is None or not isinstance(command, WeightSync) or command.phase != "commit":
+        return ""
+    load = max((seq for seq, other in promises.log.items() if _is_phase(other, "load", command.version)), default=0)
+    if load <= sync.seq - 1 and sync.phase == "load":
+        load = sync.seq
+    concluded = promises.concluded.get((promises.log[load].origin, load)) if load else None
+    if concluded is None:
+        return f"v{command.version} is committed, and no replica was asked to load it"
+    loaded = [
+        replica
+        for replica, conclusion in primaries(concluded)
+        if followed(conclusion) or (conclusion == Skipped(Reason.STALE_VERSION) and replica in sync.holding)
+    ]
+    if len(loaded) < sync.request.quorum:
+        return f"v{command.version} is committed with {loaded}, the quorum is {sync.request.quorum}"
+    return ""
+
+
+def _is_phase(published: Published, phase: str, version: int) -> bool:
+    command = published.command
+    return isinstance(command, WeightSync) and (command.phase, command.version) == (phase, version)
+
+
+def waited(before: CoordinatorState, concluded: Report) -> str:
+    """No phase leaves out replicas whose engines are down if it was to wait for them."""
+    sync = before.sync
+    if sync is None or sync.request.on_unreachable != "wait" or sync.seq != concluded.seq:
+        return ""
+    left = [line.agent for line in concluded.outcomes if line.conclusion == Missing("engine_down")]
+    return f"the sync to v{sync.version} was to wait for {left}" if left else ""
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def in_time(bus: Bus, new: Published) -> str:
+    """An agent's time ends before the trainer's."""
+    late = new.ends_us >= new.deadline_us > bus.now_us + 10_000
+    return f"{new.command} is good for as long as the trainer waits" if late else ""
+
+
+def alone(process: Process) -> str:
+    """An agent that is cut off and has a successor brings the engine back once, at the end of its lease."""
+    process.calls_alone += process.slot.cut_off and process.lease_over
+    if process.calls_alone <= CALLS_ALONE_MAX:
+        return ""
+    return f"{process.peer} is cut off, has a successor, and goes on to command its engine"
+
+
+def leased(process: Process) -> str:
+    """An agent that no command can reach goes by its lease, whatever else it hears."""
+    now, member = process.world.now, None
+    if process.bus is not None:
+        member = process.bus.state.members.get(process.slot.name)
+    commanded = member is not None and member.state == "live" and member.peer == process.peer
+    if commanded or process.lease_over:  # a snapshot of a bus that is gone by now begins another lease
+        process.commanded_ms = now
+    late = now - process.commanded_ms > process.world.settings.lease_ms + LEASE_LATE_MS
+    return (
+        f"{process.peer} is out of reach of commands, and its lease goes on" if late and not process.lease_over else ""
+    )
+
+
+def version(promises: Promises, bus: Bus, new: Published) -> str:
+    """A version stands for the same weights for ever, and the run counts on from the newest."""
+    command, sync = new.command, bus.state.sync
+    if not isinstance(command, WeightSync) or command.phase != "prepare" or sync is None:
+        return ""
+    asked = None
+    for other in promises.log.values():
+        before = other.command
+        if not isinstance(before, WeightSync) or other is new:
+            continue
+        if before.phase == "prepare":
+            asked = before
+        if sync.request.version is None and before.version >= command.version:
+            return f"the run counts on to v{command.version}, and there was v{before.version}"
+        loaded = before.phase == "load" and before.version == command.version and asked is not None
+        if loaded and asked is not None and (asked.source, asked.manifest) != (command.source, command.manifest):
+            return f"v{command.version} was {asked.source} with {asked.manifest}, and is {command} now"
+    return ""
+
+
+def stale(promises: Promises, place: Identity, command: WeightSync, seq: int) -> bool:
+    """Whether a sync is to a version that this replica has by an earlier commit: it takes no part."""
+    earlier = (other for at, other in promises.log.items() if at < seq and promises.counts(at, place))
+    commits = (other.command for other in earlier if isinstance(other.command, WeightSync))
+    return any(commit.phase == "commit" and commit.version >= command.version for commit in commits)
+
+
+def replayed(promises: Promises, bus: Bus, event: Event, held_ms: int) -> str:
+    """A command that is sent again is not good for longer than it was. `held_ms`: how long it waited for its agent."""
+    if not isinstance(event, CommandReceived) or isinstance(event.command, UnknownCommand):  # one that nobody can read
+        return ""
+    new = promises.log.get(event.seq)
+    if new is None or new.origin != event.origin or new.life != bus.life:
+        return ""
+    late_ms = event.ttl_ms - (new.ends_us - bus.now_us) // 1000
+    late = late_ms > REPLAYED_LATE_MS + bus.slowest_ms + held_ms and event.ttl_ms > 0
+    return f"command {event.seq}, sent again, is good until {late_ms} ms after its end" if late else ""
+
+
+# --- quarantine and sessions ------------------------------------------------------------------------------------------
+
+
+def released(
+    promises: Promises, bus: Bus, before: CoordinatorState, event: CoordinatorEvent, joined: dict[str, str]
+) -> str:
+    """A quarantine ends by a commit, by the abort of its own sync, or by a restart; and a restart does end it."""
+    if isinstance(event, RetireRequested):
+        return ""
+    name = agent_of(event.peer) if isinstance(event, JoinReceived | ResendRequested) else ""
+    snapshot = bool(name) and bus.state.members[name].state == "live" if name in bus.state.members else False
+    restarted = snapshot and joined.get(name) not in (None, bus.state.members[name].hello.incarnation)
+    for unit, earlier in before.desired.items():
+        after = bus.state.desired.get(unit)
+        if after is None or not earlier.quarantined:
+            continue
+        if restarted and name == f"{unit}.0":
+            if after.quarantined:
+                return f"{name} has restarted, and stays in quarantine"
+        elif not after.quarantined and not _ends_quarantine(_between(promises, before.seq, bus.state.seq), earlier):
+            return f"replica {unit} has left its quarantine of v{earlier.quarantined}, by {event}"
+    return ""
+
+
+def _between(promises: Promises, after: int, until: int) -> list[Command | UnknownCommand]:
+    """The commands between two positions."""
+    return [promises.log[seq].command for seq in range(after + 1, until + 1) if seq in promises.log]
+
+
+def _ends_quarantine(commands: list[Command | UnknownCommand], before: Desired) -> bool:
+    """Whether one of the commands ends the quarantine of a replica of which this was desired before."""
+    for command in commands:
+        if isinstance(command, EpochStart) and before.quarantined > before.version:  # it ends with its trainer
+            return True
+        if not isinstance(command, WeightSync) or command.phase not in ("commit", "abort"):
+            continue
+        if command.phase == "commit" or command.version == before.quarantined:
+            return True
+    return False
+
+
+def suppressed(promises: Promises, before: AgentState, event: Event, state: AgentState, since: int) -> str:
+    """An agent ends a quarantine of its own only when a commit, its own abort or a snapshot says so.
+
+    `since` is the position at which it began.
+    """
+    was, now = before.suppressed.quarantined, state.suppressed.quarantined
+    if not was or was == now or isinstance(event, SnapshotReceived | Started):
+        return ""
+    if not now and was > before.desired.version and isinstance(event, LeaseExpired):
+        return ""
+    lost = [published.command for (_, seq), published in promises.lost.items() if since < seq <= state.seq]
+    if _ends_quarantine([*_between(promises, since, state.seq), *lost], replace(before.desired, quarantined=was)):
+        return ""
+    return f"its quarantine of v{was} {f'is one of v{now}' if now else 'has ended'} by {event}"
+
+
+def session(promises: Promises, identity: Identity, seq: int, wanted: int | None) -> str:
+    """P4: a snapshot wants the session that this unit has opened by the newest command for one."""
+    for at in range(seq, promises.begun_anew.get(identity.unit, 0), -1):
+        found = promises.log.get(at)
+        if found is None or isinstance(found.command, EpochStart):
+            return ""
+        command = found.command
+        if not isinstance(command, ProfileCommand) or not found.target.includes(identity):
+            continue
+        if command.action == "stop":
+            return ""
+        if requested_session(command, identity) is None:
+            continue
+        concluded = promises.concluded.get((found.origin, at))
+        given = [line.conclusion for line in concluded.outcomes if line.agent == identity.agent] if concluded else []
+        if any(isinstance(outcome, Acted) for outcome in given) and wanted != command.step:
+            return f"the snapshot wants session {wanted}, and seq {at} has opened {command.step}"
+        return ""
+    return ""
+
+
+def dials(promises: Promises, process: Process) -> str:
+    """Return what is wrong with joining again now, by a new key; '' if the agent takes part in no sync."""
+    ledger, place = process.slot.ledger, process.slot.identity
+    if not syncs(place) or ledger.lost_epoch or ledger.lease_over or not process.state.joined:
+        return ""
+    for seq in range(process.state.seq, 0, -1):
+        command = promises.log[seq].command
+        if isinstance(command, WeightSync) and promises.counts(seq, place):
+            open_phase = command.phase in ("prepare", "load") and place.replica not in command.quarantine
+            wrong = open_phase and not stale(promises, place, command, seq)
+            return f"{process.peer} joins again in the {command.phase} phase of a sync" if wrong else ""
+        if isinstance(command, EpochStart):
+            return ""
+    return ""

@@ -1,0 +1,261 @@
+"""The driver with unkind engines: reads that hang or raise, tasks of a backend that are cancelled, late calls."""
+
+import asyncio
+from pathlib import Path
+
+import anyio
+import pytest
+from msgspec.structs import replace
+
+from schemas.errors import AgentError, EngineError
+from schemas.events import (
+    Call,
+    EngineReturned,
+    Event,
+    Fault,
+    Flush,
+    Observation,
+    Pause,
+    Perform,
+    Remedies,
+    Resume,
+    Returned,
+    Tick,
+)
+from schemas.outcomes import Acted, ErrorKind, Failed
+from schemas.transport.sockets import Context
+from tests.unit.machines import command
+from tests.unit.small_bus import FLUSH, PAUSE, RESUME, Bus, Engine, Run, reaches, running
+from workers import driver
+from workers.driver import EngineDriver
+from workers.machine.state import Activity, AgentState
+
+pytestmark = pytest.mark.anyio
+
+SHORT_MS = 1000
+
+
+class Unkind(Engine):
+    """Its reads go wrong while `reads` says how. `hanging` is set when one hangs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: str | BaseException = "well"
+        self.hanging = anyio.Event()
+        self.launched_from: str | None = None
+
+    async def observe(self) -> Observation:
+        if isinstance(self.reads, BaseException):
+            raise self.reads
+        if self.reads == "hang":
+            self.hanging.set()
+            await anyio.sleep_forever()
+        return replace(await super().observe(), remedies=Remedies(launched_from=self.launched_from))
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Unkind()
+
+
+def unkind(engine: Engine) -> Unkind:
+    assert isinstance(engine, Unkind)
+    return engine
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    return [message for message in messages if text in message]
+
+
+# --- observations -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_command_does_not_wait_for_an_observation_that_hangs(bus: Bus, engine: Engine, run: Run) -> None:
+    async with run() as agent:
+        await bus.admit()
+        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        unkind(engine).reads = "hang"
+        with anyio.fail_after(10):
+            await unkind(engine).hanging.wait()
+        bus.publish(PAUSE, ttl_ms=SHORT_MS)
+        assert (await bus.outcome(1)).outcome == Acted(calls=("pause",))
+        assert engine.calls == [Pause("abort")]
+
+
+async def test_an_engine_whose_observation_hangs_is_unknown_until_it_can_be_read(
+    bus: Bus, engine: Engine, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(driver, "OBSERVE_S", 0.05)
+    async with run() as agent:
+        await bus.admit()
+        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        unkind(engine).reads = "hang"
+        state = await reaches(agent, lambda state: state.engine.tokenizer == "unknown")
+        assert state.engine.trouble == "fake 1 can't be read: Unkind.observe did not return within 0.05 s"
+        unkind(engine).reads = "well"
+        await reaches(agent, lambda state: state.engine.tokenizer == "present" and state.engine.trouble is None)
+    assert len(warnings_of(caplog, "Unkind.observe did not return")) == 1
+
+
+@pytest.mark.parametrize(
+    ("raised", "says"),
+    [(ZeroDivisionError("a bug"), "ZeroDivisionError: a bug"), (asyncio.CancelledError(), "was cancelled")],
+    ids=lambda value: type(value).__name__,
+)
+async def test_an_observation_that_raises_is_logged_once_with_the_name_of_the_backend(
+    raised: BaseException, says: str, bus: Bus, engine: Engine, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with run() as agent:
+        await bus.admit()
+        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        unkind(engine).reads = raised
+        await reaches(agent, lambda state: state.engine.tokenizer == "unknown")
+        unkind(engine).reads = "well"
+        await reaches(agent, lambda state: state.engine.tokenizer == "present")
+        bus.publish(PAUSE)
+        assert (await bus.outcome(1)).outcome == Acted(calls=("pause",))
+    (warned,) = warnings_of(caplog, "Unkind.observe raised")
+    assert says in warned
+
+
+@pytest.mark.parametrize("directory", [None, "/models/policy"])
+async def test_an_engine_whose_first_weights_can_not_be_loaded_again_is_named_at_its_start(
+    directory: str | None, bus: Bus, engine: Engine, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    unkind(engine).launched_from = directory
+    async with run() as agent:
+        await bus.admit()
+        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        bus.publish(PAUSE)
+        await bus.outcome(1)
+    said = [record.getMessage() for record in caplog.records if "can't be loaded again" in record.getMessage()]
+    assert len(said) == (directory is None)
+
+
+async def test_what_is_read_and_can_not_be_recorded_is_said_too(bus: Bus, engine: Engine, run: Run) -> None:
+    engine.version = -1
+    async with run() as agent:
+        await bus.admit()
+        state = await reaches(agent, lambda state: state.engine.trouble is not None)
+        assert (
+            state.engine.trouble is not None
+            and "Unkind.observe returned what can't be recorded" in state.engine.trouble
+        )
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_cancelled_task_of_the_backend_is_an_outcome_and_the_driver_goes_on(
+    bus: Bus, engine: Engine, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def perform(call: Call, timeout_s: float) -> Returned:
+        raise asyncio.CancelledError
+
+    async with run() as agent:
+        await bus.admit()
+        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "perform", perform)
+            bus.publish(FLUSH)
+            failed = (await bus.outcome(1)).outcome
+        assert isinstance(failed, Failed) and failed.error is ErrorKind.UNKNOWN
+        assert "a task of the engine's backend was cancelled" in failed.message
+        bus.publish(RESUME)
+        bus.publish(FLUSH)
+        await bus.outcome(2)
+        assert (await bus.outcome(3)).outcome == Acted(calls=("flush",))
+
+
+async def test_a_call_whose_deadline_has_passed_is_not_begun() -> None:
+    engine, events = Unkind(), list[Event]()
+    trigger = command(PAUSE, ttl_ms=10)
+    state = AgentState(activity=Activity(trigger=trigger, calls=(Pause("abort"),), call_id=1, deadline_ms=10))
+
+    def handle(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, EngineReturned):
+            made.end()
+
+    made = EngineDriver(engine, engine, None, 1000, lambda: state, handle, lambda: 10, lambda at_ms: None)
+    made.request(Perform(call_id=1, call=Pause("abort")))
+    with anyio.fail_after(10):
+        await made.run()
+    late, returned = events
+    assert late == Tick(at_ms=10)  # so that the command is answered first
+    assert isinstance(returned, EngineReturned) and isinstance(returned.result, Fault)
+    assert returned.result.kind == "refused" and "not begun" in returned.result.message
+    assert engine.calls == [] and engine.observations == 0
+
+
+async def test_only_the_call_of_a_command_has_time_for_retries(bus: Bus, engine: Engine, run: Run) -> None:
+    given: list[tuple[Call, float]] = []
+
+    async def perform(call: Call, timeout_s: float) -> Returned:
+        given.append((call, timeout_s))
+        engine.generating = True
+        return Returned()
+
+    engine.generating = False  # so the agent resumes it by itself
+    engine.perform = perform  # type: ignore[method-assign]
+    async with run() as agent:
+        await bus.admit()
+        await agent.wait_ready()
+        bus.publish(FLUSH)
+        assert isinstance((await bus.outcome(1)).outcome, Acted)
+    assert [call for call, _ in given] == [Resume(), Flush()]
+    assert given[0][1] == 0 and given[1][1] > 1
+
+
+async def test_a_command_does_not_wait_for_the_observation_after_a_call_of_the_machine(
+    bus: Bus, engine: Engine, run: Run
+) -> None:
+    engine.generating = False  # so the agent resumes it by itself
+    engine.begun = lambda: setattr(unkind(engine), "reads", "hang")
+    async with run():
+        await bus.admit()
+        with anyio.fail_after(10):
+            await unkind(engine).hanging.wait()
+        bus.publish(PAUSE, ttl_ms=SHORT_MS)
+        assert isinstance((await bus.outcome(1)).outcome, Acted)
+    assert engine.calls == [Resume(), Pause("abort")]
+
+
+# --- the life of an agent ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_life_that_ends_without_having_been_asked_raises(
+    bus: Bus, context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(self: EngineDriver) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(EngineDriver, "run", run)
+    with pytest.RaisesGroup(AgentError):
+        async with running(bus, context, Engine(), tmp_path):
+            await anyio.sleep_forever()
+
+
+async def test_an_open_that_raises_is_logged_and_followed_by_one_close(
+    bus: Bus, context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Absent(Engine):
+        closes = 0
+
+        async def open(self) -> None:
+            raise EngineError("there is nothing to attach to")
+
+        async def close(self) -> None:
+            self.closes += 1
+            raise OSError("nor to close")
+
+    engine = Absent()
+    with pytest.raises(EngineError, match="nothing to attach to"):
+        async with running(bus, context, engine, tmp_path):
+            raise AssertionError("it was entered")
+    assert engine.closes == 1
+    assert len(warnings_of(caplog, "Absent.open raised: there is nothing to attach to")) == 1
+    assert len(warnings_of(caplog, "Absent.close raised: nor to close")) == 1

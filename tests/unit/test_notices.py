@@ -1,0 +1,54 @@
+"""What the trainer's log says of its fleet, and how often at most."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from controlplane import ControlPlane
+from controlplane.bus.notices import LINES, PERIOD_US, LineLimit, Notices
+from schemas.errors import AgentsMissing
+from tests.unit.fleets import Coordinator
+from tests.unit.small_bus import PRIMARY, SECOND, Engine
+from tests.unit.test_plane import ADDRESS, QUICK, agents, checkpoint
+from tests.waiting import wait_until
+
+
+def test_the_log_says_who_joins_and_is_lost_and_how_syncs_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine()
+    plane = ControlPlane(ADDRESS, log=tmp_path / "run.db", config=QUICK, checkpoints=tmp_path)
+    with caplog.at_level(logging.INFO, logger="rolloutctl.bus"), plane:
+        with agents(plane.address, tmp_path, {PRIMARY: engine, SECOND: Engine()}):
+            plane.wait_for_agents(2, timeout=20).wait()
+            plane.sync_weights(1, checkpoint(tmp_path / "one")).wait(20)
+            engine.raises = RuntimeError("no memory")
+            plane.sync_weights(2, checkpoint(tmp_path / "two"), timeout=5).wait(20)
+        wait_until(lambda: "is lost (left)" in caplog.text)
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [level for level, text in lines if re.match(r"agent 0\.0 joined; \d of \d live", text)] == ["INFO"]
+    assert ("INFO", "weights v1 committed on replica 0") in lines
+    assert [level for level, text in lines if text.startswith("weights v2 aborted")] == ["WARNING"]
+
+
+def test_an_agent_that_does_not_say_goodbye_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    fleet, notices = Coordinator("0.0", "1.0"), Notices()
+    before = fleet.state
+    fleet.lose("0.0")
+    notices.note_event(fleet.history[-1], before, fleet.state)
+    assert caplog.messages == ["agent 0.0 is lost (silent); 1 of 2 live"]
+
+
+def test_a_trainer_that_waits_for_its_agents_says_for_whom(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controlplane.waiting.SAY_AGAIN_S", 0.05)
+    with ControlPlane(ADDRESS, log=tmp_path / "run.db", config=QUICK) as plane, pytest.raises(AgentsMissing):
+        plane.wait_for_agents(2, timeout=0.2).wait(20)
+    assert "waiting for 2 agents that serve: 0 joined, 0 lack something" in caplog.text
+
+
+def test_a_flood_of_lines_is_cut_short_and_counted() -> None:
+    limit = LineLimit()
+    assert sum(limit.allows(now_us) for now_us in range(100)) == LINES and limit.left_out == 100 - LINES
+    assert limit.allows(PERIOD_US + 1)

@@ -1,0 +1,210 @@
+"""Checks of the calls about weights, memory and profiles, by tokens, by used memory, and by files on the disk."""
+
+import secrets
+from typing import Final
+
+import anyio
+from anyio import to_thread
+
+from schemas import events
+from schemas.commands import Checkpoint, ProfilePlan
+from schemas.desired import ALL_TAGS, ProfileSession
+from schemas.errors import CheckpointError, EngineError
+from schemas.identity import InFlight, Operation
+from schemas.safetensors.manifest import build_manifest
+from workers.conformance.bad_checkpoints import CUT_OFF, MISSING, OTHER_MODEL, OUTSIDE, bad_checkpoints
+from workers.conformance.engine_under_test import SHORT, CheckResult, EngineUnderTest, Setup, Tokens, if_true
+from workers.conformance.trace_files import files_below, trace_faults
+
+PREFIX_MAX: Final = 300
+"""Most tokens of a prompt that is long enough to be cached."""
+
+
+class WeightChecks:
+    """Each check begins with an engine that serves, and leaves it serving."""
+
+    def __init__(self, engine: EngineUnderTest, setup: Setup, version: int) -> None:
+        self._engine, self._setup, self._version = engine, setup, version
+
+    async def load(self) -> tuple[CheckResult, ...]:
+        """Checkpoint a, then b, then a again: tokens, labels and digests follow."""
+        first, second = self._two_checkpoints()
+        tokens: list[Tokens] = []
+        labels: list[int | None] = []
+        digests: list[str | None] = []
+        faults: list[str] = []
+        paused = True
+        for path in (first, second, first):
+            observed, digest = await self._load_weights(path)
+            tokens.append(await self._engine.tokens())
+            labels.append(observed.version)
+            digests.append(digest)
+            paused = paused and observed.generating is not True
+            wrong = observed.version not in (None, self._version)
+            faults += if_true(wrong, f"version {self._version} was loaded, and it reports version {observed.version}")
+        one, two, again = digests
+        same = "both checkpoints gave the same tokens: they were not loaded, or are the same weights"
+        faults += if_true(tokens[0] == tokens[1], same)
+        faults += if_true(tokens[0] != tokens[2], "the first checkpoint, loaded again, gave other tokens than before")
+        faults += if_true(not paused, "it generates after a load, without a resume")
+        faults += if_true(one is not None and (one != again or one == two), "its digest does not follow its weights")
+        return (CheckResult(faults, f"tokens followed the checkpoint; labels {', '.join(map(str, labels))}"),)
+
+    async def bad_checkpoint(self) -> tuple[CheckResult, ...]:
+        """Checkpoints that can't be loaded are refused by the check and by the load, and nothing else changes."""
+        path, _ = self._two_checkpoints()
+        before = await self._engine.observe("before a bad checkpoint")
+        faults: list[str] = []
+        kinds = (MISSING, OUTSIDE, CUT_OFF, OTHER_MODEL)
+        with bad_checkpoints(self._setup.root, path) as bad:
+            good = await to_thread.run_sync(build_manifest, self._setup.root / path, False)
+            for what in kinds:
+                manifest = good if what != OTHER_MODEL else build_manifest(self._setup.root / bad[what], False)
+                source = Checkpoint(bad[what])
+                check = await self._answer(events.CheckSource(source, manifest, self._version + 1))
+                await self._engine.perform(events.Pause("abort"))
+                load = await self._answer(events.Load(self._version + 1, source, manifest))
+                await self._engine.perform(events.Resume())
+                for call, answer in (("check", check), ("load", load)):
+                    due = f"{what}: the {call} {answer}, where CheckpointError is due"
+                    faults += if_true(answer != "CheckpointError", due)
+        after = await self._engine.observe("after a bad checkpoint")
+        faults += if_true(before.instance != after.instance, "the engine did not survive: another one answers")
+        faults += if_true(before.version != after.version, "its label changed")
+        faults += await self._engine.changed()
+        return (CheckResult(faults, f"{', '.join(kinds)}: refused, and the engine serves as before"),)
+
+    async def flush(self) -> tuple[CheckResult, ...]:
+        """A prefix that old weights computed must not be used again. Released memory keeps no prefix either."""
+        engine = self._engine
+        needed = {Operation.LOAD, Operation.SLEEP, Operation.WAKE}
+        if self._setup.checkpoints is None or not needed <= engine.operations:
+            await engine.perform(events.Pause("abort"))
+            await engine.perform(events.Flush())
+            await engine.perform(events.Resume())
+            return (CheckResult((), "accepted; nothing to judge it by"),)
+        first, second = self._setup.checkpoints
+        drawn = secrets.token_bytes(min(PREFIX_MAX, engine.long // 2))
+        prompt = [byte % 31 + 1 for byte in drawn]
+        await self._load_weights(first)
+        await engine.tokens(prompt)
+        await self._load_weights(second)
+        reused = await engine.tokens(prompt)
+        for call in (events.Pause("abort"), events.Sleep(ALL_TAGS), events.Wake(ALL_TAGS), events.Resume()):
+            await engine.perform(call)
+        fresh = await engine.tokens(prompt)
+        continued, anew = await self._frozen(first)
+        frozen = "a frozen request was not computed anew after the flush: it went on as the new weights alone would not"
+        faults = (
+            *if_true(fresh != reused, "a prefix that other weights had computed was used again after the flush"),
+            *if_true(continued != anew, frozen),
+        )
+        return (CheckResult(faults, "a prompt of old weights was computed anew"),)
+
+    async def _frozen(self, path: str) -> tuple[Tokens, Tokens]:
+        """Change the weights under a frozen request. Returns its next tokens, and what the new weights make of it."""
+        engine = self._engine
+        if not (await engine.observe("before a sync that keeps requests")).recomputes:
+            return (), ()
+        request = await engine.begin_long()
+        await self._load_weights(path, "keep")
+        resumed = len(request.tokens)
+        await engine.end(request)
+        made = len(request.tokens) - SHORT
+        if made < resumed:  # it may have ended before it was frozen
+            return (), ()
+        return tuple(request.tokens[made:]), await engine.tokens((*request.prompt, *request.tokens[:made]))
+
+    async def sleep_and_wake(self) -> tuple[CheckResult, ...]:
+        """All memory is released, then taken back."""
+        engine = self._engine
+        await engine.perform(events.Pause("abort"))
+        awake = await engine.memory_bytes()
+        await engine.perform(events.Sleep(ALL_TAGS))
+        asleep, slept = await engine.observe("asleep"), await engine.memory_bytes()
+        late = await engine.late()
+        made, tags = len(late.tokens), asleep.asleep
+        listed = ", ".join(sorted(tags or ())) or "nothing"
+        released, memory = _memory(awake, slept)
+        sleep = (
+            *if_true(asleep.generating, "it reports that it generates"),
+            *if_true(tags not in (None, ALL_TAGS), f"it reports as asleep: {listed}"),
+            *if_true(made, f"asleep, it made {made} tokens"),
+            *if_true(released is not None and released <= 0, f"no memory was released: {memory}"),
+        )
+        sleeping = CheckResult(sleep, f"asleep, no token; {memory}")
+        await engine.perform(events.Wake(frozenset({"weights"})))
+        await engine.perform(events.Wake(frozenset({"kv_cache"})))
+        woken, again = await engine.observe("awake and paused"), await engine.memory_bytes()
+        await anyio.sleep(engine.silence_s)
+        early = bool(late.tokens or woken.generating)
+        await engine.perform(events.Resume())
+        await engine.end(late)
+        released, memory = _memory(slept, again)
+        wake = (
+            *if_true(woken.asleep, f"it reports as asleep: {', '.join(sorted(woken.asleep or ()))}"),
+            *if_true(early, "it generates before the resume"),
+            *if_true(released is not None and released >= 0, f"no memory was taken back: {memory}"),
+            *await engine.changed(),
+        )
+        return sleeping, CheckResult(wake, f"the same tokens as before; {memory}")
+
+    async def profile(self) -> tuple[CheckResult, ...]:
+        """Two sessions one after the other, with requests in each."""
+        engine, plan = self._engine, ProfilePlan()
+        root, name = self._setup.traces.resolve(), f"conform-{secrets.token_hex(4)}"
+        await engine.perform(events.CheckProfile(plan))
+        faults: list[str] = []
+        counts: list[str] = []
+        directories = [f"{name}/global_step_{step}/replica_0" for step in (1, 2)]
+        first: dict[str, int] = {}
+        for step, directory in enumerate(directories, 1):
+            session = ProfileSession(step, plan)
+            await engine.perform(events.StartProfile(session, directory))
+            await engine.tokens()
+            closed = (await engine.observe("profiling")).profiling is False
+            faults += if_true(closed and step == 1, "it reported no session while one was open")
+            traces = (await engine.perform(events.StopProfile(session, directory))).traces
+            faults += trace_faults(root, directory, traces)
+            counts.append(str(len(traces)))
+            first = first or files_below(root / directory)
+        open_ = (await engine.observe("after a session")).profiling
+        faults += if_true(open_, "it reports a session after the stop")
+        grew = {path for path, size in files_below(root / directories[0]).items() if first.get(path) != size}
+        faults += if_true(grew, f"the first session was written to after its stop: {', '.join(sorted(grew))}")
+        return (CheckResult(faults, f"two sessions left {' and '.join(counts)} traces, each in its own directory"),)
+
+    async def _load_weights(self, path: str, mode: InFlight = "abort") -> tuple[events.Observation, str | None]:
+        """Load one checkpoint, as an agent does, as the next version. Returns what was observed, and the digest."""
+        self._version += 1
+        source = Checkpoint(path)
+        manifest = await to_thread.run_sync(build_manifest, self._setup.root / path, False)
+        await self._engine.perform(events.Pause(mode))
+        await self._engine.perform(events.CheckSource(source, manifest, self._version))
+        returned = await self._engine.perform(events.Load(self._version, source, manifest))
+        observed = await self._engine.observe("loaded")
+        if Operation.FLUSH in self._engine.operations:
+            await self._engine.perform(events.Flush())
+        await self._engine.perform(events.Resume())
+        return observed, returned.digest or observed.digest
+
+    def _two_checkpoints(self) -> tuple[str, str]:
+        if self._setup.checkpoints is None:
+            raise EngineError("not judged: give two checkpoints of its model")
+        return self._setup.checkpoints
+
+    async def _answer(self, call: events.EngineCall) -> str:
+        try:
+            await self._engine.perform(call)
+        except CheckpointError:
+            return "CheckpointError"
+        except Exception as error:  # a user's backend may raise anything
+            return f"raised {type(error).__name__}"
+        return "was accepted"
+
+
+def _memory(before: int | None, after: int | None) -> tuple[int | None, str]:
+    """Bytes that were released, and the same in words; None if they can't be measured."""
+    if before is None or after is None:
+        return None, "its memory can't be measured from here"
+    return before - after, f"memory {before:,} to {after:,} bytes"
