@@ -13,7 +13,7 @@ from schemas.commands import AdapterDrop, AdapterRequest, EngineCommand, Profile
 from schemas.config import milliseconds, within_bounds
 from schemas.errors import BusUnreachable, CommandError, KeyRefused
 from schemas.reports import FleetStatus, Report, SyncReport
-from schemas.transport.handshakes import DialledSocket
+from schemas.transport.handshakes import DialledSocket, connect
 from schemas.transport.keys import KeySource
 from schemas.transport.sockets import agent_dealer
 
@@ -150,13 +150,8 @@ async def _finish_handshake(dealer: DialledSocket, bus: str, keys: KeySource | N
 
 async def _reach(bus: str) -> None:
     """Raise BusUnreachable with the system's reason why nothing answers there."""
-    transport, _, place = bus.partition("://")
-    host, _, port = place.rpartition(":")
     try:
-        if transport == "tcp":
-            await (await anyio.connect_tcp(host.strip("[]"), int(port))).aclose()
-        elif transport == "ipc":
-            await (await anyio.connect_unix(place)).aclose()
+        await (await connect(bus)).aclose()
     except (OSError, ValueError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
         why = getattr(cause, "strerror", None) or str(cause)

@@ -8,7 +8,9 @@ import contextlib
 import itertools
 from typing import Final, NamedTuple
 
+import anyio
 import zmq
+from anyio.abc import ByteStream
 from zmq.utils.monitor import parse_monitor_message
 
 from schemas.transport.async_socket import AsyncZmqSocket
@@ -21,6 +23,13 @@ _HUNG_UP: Final = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _NOT_REACHED: Final = int(zmq.EVENT_CONNECT_RETRIED)
 _WATCHED: Final = _OPEN | _KEY_REFUSED | _NOT_UNDERSTOOD | _HUNG_UP
 _numbers = itertools.count()
+
+# ZMTP 3.1 (RFC 37): each side begins with a signature and its version. Then a listener names its mechanism.
+_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03"
+_MECHANISM: Final = slice(12, 32)  # bytes of a greeting
+_GREETING_S: Final = 2.0
+
+_WITHOUT_KEY: Final = "the bus admits no peer without a key, and none was given (ROLLOUTCTL_KEY_FILE)"
 
 
 class HandshakeFailure(NamedTuple):
@@ -81,6 +90,10 @@ class DialledSocket(AsyncZmqSocket):
             event = int(parse_monitor_message(await self._monitor.recv())["event"])
             if event == _OPEN:
                 self._stop_watching()
+            elif event == _HUNG_UP and self._keys is None:
+                # It may be ending, or have keys: libzmq hangs up on the other mechanism, often before it names its own.
+                if await _requires_keys(self.address):
+                    return HandshakeFailure(_WITHOUT_KEY)
             elif failure := _refused(event, self._keys):
                 return failure
         return None
@@ -133,9 +146,30 @@ def _refused(event: int, keys: Credentials | None) -> HandshakeFailure | None:
     if event == _KEY_REFUSED:
         return HandshakeFailure("the bus refused this key: it does not know it, or it was revoked")
     if event == _NOT_UNDERSTOOD and keys is None:
-        return HandshakeFailure("the bus admits no peer without a key, and none was given (ROLLOUTCTL_KEY_FILE)")
+        return HandshakeFailure(_WITHOUT_KEY)
     if event == _NOT_UNDERSTOOD:
         return HandshakeFailure("the bus has no keys, and this side was given one")
     if event == _HUNG_UP and keys is not None:
         return HandshakeFailure("the bus has another key than this side was given for it, or none")
-    return None  # hung up on a peer without keys: it may just be ending
+    return None
+
+
+async def connect(address: str) -> ByteStream:
+    """Open a connection of bytes to a tcp or ipc address. Raises OSError, or ValueError for another one."""
+    transport, _, place = address.partition("://")
+    if transport == "ipc":
+        return await anyio.connect_unix(place)
+    host, _, port = place.rpartition(":")
+    return await anyio.connect_tcp(host.strip("[]"), int(port))
+
+
+async def _requires_keys(address: str) -> bool:
+    """Whether what listens there names CURVE as its mechanism. This side names none, so it has no reason to hang up."""
+    greeting = b""
+    with contextlib.suppress(OSError, ValueError, anyio.EndOfStream, anyio.BrokenResourceError):
+        with anyio.move_on_after(_GREETING_S):
+            async with await connect(address) as stream:
+                await stream.send(_GREETING)
+                while len(greeting) < _MECHANISM.stop:
+                    greeting += await stream.receive()
+    return greeting[_MECHANISM].rstrip(b"\0") == b"CURVE"

@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import pytest
+from anyio.abc import SocketAttribute, SocketStream
 
 from controlplane.bus.binding import bound
 from controlplane.bus.key_folder import KeyFolder
@@ -64,6 +65,39 @@ async def test_only_a_key_of_the_folder_comes_in_and_all_others_learn_why_not(
     ):
         said = await first(dealer)
         assert "has no keys" in said or "another key than this side was given for it, or none" in said
+
+
+async def test_a_bus_with_keys_that_hangs_up_before_it_has_said_so_is_told_from_one_that_ends(context: Context) -> None:
+    """libzmq hangs up as soon as it has read the whole greeting of a peer of another mechanism."""
+    mechanism = b"CURVE"
+
+    async def serve(stream: SocketStream) -> None:
+        async with stream:
+            await stream.send(b"\xff" + bytes(8) + b"\x7f\x03")
+            told = b""
+            with anyio.move_on_after(0.5):
+                while len(told) < 32:
+                    told += await stream.receive()
+            if len(told) < 32:
+                await stream.send(b"\x01" + mechanism.ljust(20, b"\0") + bytes(32))
+
+    async with (
+        await anyio.create_tcp_listener(local_host="127.0.0.1") as listener,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(listener.serve, serve)
+        address = f"tcp://127.0.0.1:{listener.extra(SocketAttribute.local_port)}"
+        async with agent_dealer(context, address) as dealer:
+            with anyio.fail_after(20):
+                refused = await dealer.refusal()
+            assert refused is not None
+            assert "admits no peer without a key" in refused.reason
+            mechanism = b"NULL"
+            dealer.redial(None)
+            with anyio.move_on_after(2):
+                await dealer.refusal()
+                pytest.fail("a bus without keys may hang up because it ends, and may be back soon")
+        tasks.cancel_scope.cancel()
 
 
 @pytest.mark.one_loop
