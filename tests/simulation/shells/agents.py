@@ -42,6 +42,9 @@ SLOW_MS: Final = (300, 2000, 16_000, 40_000)
 """And in bad weather; the longest are longer than the driver waits."""
 
 
+_KILLED: Final = events.Fault("engine_error", "the process was killed")
+
+
 class Folder(Disk):
     """The folder of an agent's journal."""
 
@@ -288,24 +291,30 @@ class Backend:
         if luck.random() < rough.stray:
             self._misbehave()
 
-    async def perform(self, call: events.EngineCall, timeout_s: float) -> events.Returned:
+    async def perform(self, call: events.EngineCall | events.DiskCall, timeout_s: float) -> events.Returned:
         """Make a call."""
         self._enter(f"calls {call}")
         try:
-            return await self._perform(call, timeout_s)
+            result = await self._perform(call, timeout_s)
+        except Exception as error:
+            self.world.fail(error)
+            raise
         finally:
             self._calling = False
+        if isinstance(result, events.Fault):
+            raise self._error_of(result)
+        return result
 
-    async def _perform(self, call: events.Call, timeout_s: float) -> events.Returned:
+    async def _perform(self, call: events.Call, timeout_s: float) -> events.Returned | events.Fault:
         process, engine, world = self.process, self.slot.engine, self.world
         activity = process.agent.state.activity
         if process.dead or activity is None:
-            raise EngineError("the process was killed")
+            return _KILLED
         if engine is None:
             world.promises.broken("P5 one effect", f"{process.peer} has no engine and calls it")
         if activity.trigger is not None and timeout_s <= 0:
             world.promises.broken("S2 no late call", f"{process.peer} begins {call} after its deadline")
-        world.guarded(world.promises.performing, process, events.Perform(activity.call_id, call))
+        world.promises.performing(cast("Process", process), events.Perform(call_id=activity.call_id, call=call))
         known = process.agent.state.engine.instance == f"launch {engine.instance}"
         world.called(self.slot)
         engine.caller = cast("Process", process)
@@ -313,12 +322,7 @@ class Backend:
         if world.weather.hits("agent", f"in {attempt.word}") and world.rng.random() < 0.4:
             world.at(world.rng.randrange(duration_ms), process.die)
         await self._pass(duration_ms)
-        if process.dead:
-            raise EngineError("the process was killed")
-        result = self._end(attempt)
-        if isinstance(result, events.Fault):
-            raise self._error_of(result)
-        return result
+        return _KILLED if process.dead else self._end(attempt)
 
     def _end(self, attempt: Attempt) -> events.Returned | events.Fault:
         engine = self.slot.engine
@@ -370,6 +374,6 @@ class Traces:
         """Collect them, or finish."""
         backend = self.process.backend
         if backend.slot.engine is not None:
-            return await backend._perform(call, 1.0)
+            return await backend.perform(call, 1.0)
         await backend._pass(backend.luck.choice((1, 50, 3000)))
         return events.Returned(traces=(Trace("global_step_1/replica_0/rank1.json", 1, "sha256"),))

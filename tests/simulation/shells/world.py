@@ -188,7 +188,10 @@ class ShellWorld(World):
     def commit_s(self) -> float:
         """How long the disk takes."""
         hangs = self.rng.random() < self.weather.hangs
-        return (3000 if hangs else self.rng.choice(COMMIT_MS)) / 1000
+        commit_ms = 3000 if hangs else self.rng.choice(COMMIT_MS)
+        for bus in self.buses:
+            bus.slowest_ms = max(bus.slowest_ms, commit_ms)
+        return commit_ms / 1000
 
     def replace_trainer(self) -> None:
         """The trainer dies or closes, and another takes over."""
