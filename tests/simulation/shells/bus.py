@@ -27,8 +27,8 @@ from tests.simulation.trainer import Trainer
 if TYPE_CHECKING:
     from tests.simulation.shells.world import ShellWorld
 
-TICKET_LATE_MS = 1000
-"""How much later than its deadline a ticket may end, besides the time of three commits."""
+TICKET_LATE_MS = 1500
+"""How much later than its deadline a ticket may end: after a second, a thread beside the loop ends it."""
 WATCH_MS = 100
 
 
@@ -58,6 +58,11 @@ class RealBus:
     def now_us(self) -> int:
         """The moment on its clock."""
         return self._real.now_us() if self._real is not None else 0
+
+    @property
+    def late_us(self) -> int:
+        """How late a timer may be: it is rounded up, and waits for the turns before it."""
+        return 1000 * (2 + 2 * self.slowest_ms * self.world.disk)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -142,8 +147,8 @@ class RealBus:
         except (CommandError, BusError) as error:
             self.world.say(f"bus {self.life} refuses {order!r:.200}: {error}")
         if ticket is not None and ticket.deadline_us < 1 << 61:
-            late_ms = TICKET_LATE_MS + 3 * self.slowest_ms
-            self.world.at((ticket.deadline_us - bus.now_us()) // 1000 + late_ms, self._judge_ticket, ticket)
+            left_ms = (ticket.deadline_us - bus.now_us()) // 1000
+            self.world.at(left_ms + TICKET_LATE_MS, self._judge_ticket, ticket)
 
     def _judge_ticket(self, ticket: Ticket[Any]) -> None:
         if not ticket.done and not self.dead:

@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 BEGIN_S: Final = 1000.0
 """Of the monotonic clock."""
+TURN_S: Final = 1e-6
+"""What a turn of the loop takes. Without it, a task that looks at the clock a little too early would look for ever."""
 WALL_NS: Final = 1_700_000_000_000_000_000
 """Of the wall clock at the moment 0 of the monotonic clock."""
 
@@ -36,8 +38,7 @@ class _Jumping(selectors.DefaultSelector):
         ready = super().select(0)
         if not ready and timeout is None:
             raise RuntimeError("nothing will ever happen any more: each task waits, and no timer is set")
-        if not ready and timeout is not None:
-            self.now_s += timeout
+        self.now_s += TURN_S + (0.0 if ready or timeout is None else max(0.0, timeout))
         return ready
 
 
