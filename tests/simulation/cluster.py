@@ -124,7 +124,9 @@ class World:
                     slot.engine = self._engine(slot)
                 slots.append(slot)
         for rank in range(rng.choice((0, 0, 1, 2))):
-            slot = self.new_slot(self, Identity(replica=rank, node_rank=0, role="actor"), None, embedded=rng.random() < 0.3)
+            slot = self.new_slot(
+                self, Identity(replica=rank, node_rank=0, role="actor"), None, embedded=rng.random() < 0.3
+            )
             slot.engine = self._engine(slot)
             slot.engine.temper.lacks = frozenset(Operation) - {Operation.PROFILE}
             slot.engine.operations = frozenset({Operation.PROFILE})

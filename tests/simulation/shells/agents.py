@@ -38,6 +38,8 @@ ADDRESS: Final = "tcp://127.0.0.1:5555"
 CUT_OFF_MS: Final = 1e9
 OBSERVE_MS: Final = (0, 0, 0, 1, 20)
 """How long an observation may take in calm weather."""
+WAITS_MS: Final = 100
+"""How long a call may wait for an observation to give way."""
 SLOW_MS: Final = (300, 2000, 16_000, 40_000)
 """And in bad weather; the longest are longer than the driver waits."""
 
@@ -100,6 +102,7 @@ class RealProcess:
         self.bus: RealBus | None = None
         self.waiting: deque[object] = deque()
         self.driver_killed = False
+        self.requested_ms = 0  # when its machine last asked for a call
         self._restart_asked = False
         self._scope: CancelScope | None = None
         self.backend = Backend(self)
@@ -155,14 +158,16 @@ class RealProcess:
         self.world.say(f"{self.peer} ends: {error!r}")
         if isinstance(error, IdentityTaken):
             self._give_up()
-        elif self._leaving and isinstance(error, asyncio.CancelledError | None):
-            self._gone()
-            self.world.at(self.world.rng.choice((10, 500, 3000)), self.slot.start)
-        elif self.driver_killed and isinstance(error, AgentError):
+        elif self._may_end(error):
             self._gone()
             self.world.at(self.world.rng.choice((10, 500, 3000)), self.slot.start)
         else:
             self.world.fail(Broken("S1 no silent end", f"{self.peer} ended without having been asked: {error!r}"))
+
+    def _may_end(self, error: BaseException | None) -> bool:
+        """Whether it was asked to end, or its backend has cancelled it, of which it says so."""
+        asked = self._leaving and isinstance(error, asyncio.CancelledError | None)
+        return asked or (self.driver_killed and isinstance(error, AgentError))
 
     def _give_up(self) -> None:
         """The bus refuses this agent for good. Now and then somebody starts it again all the same."""
@@ -238,6 +243,8 @@ class RealProcess:
         self.world.promises.after_agent(cast("Process", self), before, event, effects)
         self._restart_asked = self._restart_asked or any(isinstance(effect, events.Restart) for effect in effects)
         for effect in effects:
+            if isinstance(effect, events.Perform):
+                self.requested_ms = self.world.now
             if isinstance(effect, events.Perform) and isinstance(effect.call, events.AwaitPush | events.Observe):
                 self.world.promises.performing(cast("Process", self), effect)
 
@@ -256,6 +263,7 @@ class Backend:
         self.process, self.world, self.slot = process, process.world, process.slot
         self.luck = Random(f"backend {self.slot.name} {self.slot.double} {self.slot.incarnations} {self.world.seed}")
         self._calling = False
+        self._stubborn_ms = 0  # when an observation that could not be cancelled has ended
         self._died = anyio.Event()
 
     def die(self) -> None:
@@ -285,8 +293,10 @@ class Backend:
     async def _observe_late(self) -> None:
         rough, luck = self.world.rough, self.luck
         if luck.random() < rough.slow:
-            with CancelScope(shield=luck.random() < rough.stubborn):
+            stubborn = luck.random() < rough.stubborn
+            with CancelScope(shield=stubborn):
                 await self._pass(luck.choice(SLOW_MS))
+            self._stubborn_ms = self.world.now if stubborn else self._stubborn_ms
         await self._pass(luck.choice(OBSERVE_MS))
         if luck.random() < rough.stray:
             self._misbehave()
@@ -296,6 +306,10 @@ class Backend:
         self._enter(f"calls {call}")
         try:
             result = await self._perform(call, timeout_s)
+        except asyncio.CancelledError:
+            if not self.process.dead:
+                self.world.fail(Broken("S4 no call is cancelled", f"{self.process.peer}: {call}"))
+            raise
         except Exception as error:
             self.world.fail(error)
             raise
@@ -314,6 +328,8 @@ class Backend:
             world.promises.broken("P5 one effect", f"{process.peer} has no engine and calls it")
         if activity.trigger is not None and timeout_s <= 0:
             world.promises.broken("S2 no late call", f"{process.peer} begins {call} after its deadline")
+        if world.now > max(process.requested_ms, self._stubborn_ms) + WAITS_MS:
+            world.promises.broken("S5 commands first", f"{process.peer} was asked at {process.requested_ms} ms: {call}")
         world.promises.performing(cast("Process", process), events.Perform(call_id=activity.call_id, call=call))
         known = process.agent.state.engine.instance == f"launch {engine.instance}"
         world.called(self.slot)

@@ -219,4 +219,3 @@ def _hand_over(bus: Bus, order: Request) -> Ticket[Any] | None:
         case events.SendReturned():
             bus.note_sent(Ticket(order.ticket))
     return None
-

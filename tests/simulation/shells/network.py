@@ -486,5 +486,3 @@ class Subscriber(_Dialled):
     def _deliver(self, conn: _Conn, frames: Frames) -> None:
         self.host.published_s = asyncio.get_running_loop().time()
         super()._deliver(conn, frames)
-
-

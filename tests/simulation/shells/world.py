@@ -28,11 +28,10 @@ from tests.simulation.bus import COMMIT_MS, Bus
 from tests.simulation.cluster import Mechanisms, World
 from tests.simulation.promises import Broken, Promises
 from tests.simulation.shells import clock
-from tests.simulation.shells.agents import RealProcess, RealSlot
+from tests.simulation.shells.agents import RealSlot
 from tests.simulation.shells.bus import RealBus, RealTrainer
 from tests.simulation.shells.network import Network
 from tests.simulation.slot import Slot
-from tests.simulation.weather import Weather
 
 
 @dataclass
