@@ -307,7 +307,7 @@ class Backend:
         try:
             result = await self._perform(call, timeout_s)
         except asyncio.CancelledError:
-            if not self.process.dead:
+            if not (self.process.dead or self.process.driver_killed):
                 self.world.fail(Broken("S4 no call is cancelled", f"{self.process.peer}: {call}"))
             raise
         except Exception as error:

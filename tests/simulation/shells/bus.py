@@ -27,8 +27,8 @@ from tests.simulation.trainer import Trainer
 if TYPE_CHECKING:
     from tests.simulation.shells.world import ShellWorld
 
-TICKET_LATE_MS = 1500
-"""How much later than its deadline a ticket may end: after a second, a thread beside the loop ends it."""
+TICKET_LATE_MS = 1000
+"""How much later than its deadline a ticket may end, besides the commits that its order and its phases wait for."""
 WATCH_MS = 100
 
 
@@ -50,6 +50,7 @@ class RealBus:
         self.slowest_ms = 30
         self.state = CoordinatorState()
         self._real: Bus | None = None
+        self._open: list[Ticket[Any]] = []
         self._ending = anyio.Event()
         self._scope: CancelScope | None = None
         self.over = anyio.Event()
@@ -103,6 +104,8 @@ class RealBus:
                     await self._ending.wait()
             except (Exception, asyncio.CancelledError) as raised:
                 error = raised
+        if not self.dead and (left := [ticket for ticket in self._open if not ticket.done]):
+            world.fail(Broken("P3 answer", f"bus {self.life} has closed, and {left} have not ended"))
         if not self.dead and (error is not None or bus.fault is not None):
             world.fail(Broken("S1 no silent end", f"bus {self.life} ended: {error!r}, {bus.fault!r}"))
 
@@ -110,6 +113,7 @@ class RealBus:
         """Do what a thread of the trainer does beside the loop."""
         if self._real is not None and not (self.over.is_set() or self.dead):
             self._real.watch()
+            self._judge_tickets(self._real)
             if self._real.fault is not None:
                 self.world.fail(Broken("S1 no silent end", f"bus {self.life} has stopped: {self._real.fault}"))
             self.world.at(WATCH_MS, self._watch)
@@ -146,13 +150,16 @@ class RealBus:
             ticket = _hand_over(bus, order)
         except (CommandError, BusError) as error:
             self.world.say(f"bus {self.life} refuses {order!r:.200}: {error}")
-        if ticket is not None and ticket.deadline_us < 1 << 61:
-            left_ms = (ticket.deadline_us - bus.now_us()) // 1000
-            self.world.at(left_ms + TICKET_LATE_MS, self._judge_ticket, ticket)
+        if ticket is not None:
+            self._open.append(ticket)
 
-    def _judge_ticket(self, ticket: Ticket[Any]) -> None:
-        if not ticket.done and not self.dead:
-            self.world.fail(Broken("P3 answer", f"ticket {ticket.number} of bus {self.life} outlives its deadline"))
+    def _judge_tickets(self, bus: Bus) -> None:
+        """P3: each ticket ends by its deadline. While the disk holds up a turn, another thread sees to that."""
+        self._open = [ticket for ticket in self._open if not ticket.done]
+        late_us = 0 if bus.clock.hold_up else 1000 * (TICKET_LATE_MS + 3 * self.slowest_ms)
+        for ticket in self._open:
+            if bus.now_us() > ticket.deadline_us + late_us:
+                self.world.fail(Broken("P3 answer", f"ticket {ticket.number} of bus {self.life} outlives its deadline"))
 
     # --- judges -------------------------------------------------------------------------------------------------------
 
