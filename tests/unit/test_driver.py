@@ -5,6 +5,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from anyio import CancelScope
 from msgspec.structs import replace
 
 from schemas.errors import AgentError, EngineError
@@ -41,7 +42,7 @@ class Unkind(Engine):
     def __init__(self) -> None:
         super().__init__()
         self.reads: str | BaseException = "well"
-        self.hanging = anyio.Event()
+        self.hanging, self.released = anyio.Event(), anyio.Event()
         self.launched_from: str | None = None
 
     async def observe(self) -> Observation:
@@ -50,6 +51,11 @@ class Unkind(Engine):
         if self.reads == "hang":
             self.hanging.set()
             await anyio.sleep_forever()
+        if self.reads == "end late":
+            self.hanging.set()
+            with CancelScope(shield=True):
+                await self.released.wait()
+            raise asyncio.CancelledError
         return replace(await super().observe(), remedies=Remedies(launched_from=self.launched_from))
 
 
@@ -81,6 +87,23 @@ async def test_a_command_does_not_wait_for_an_observation_that_hangs(bus: Bus, e
         bus.publish(PAUSE, ttl_ms=SHORT_MS)
         assert (await bus.outcome(1)).outcome == Acted(calls=("pause",))
         assert engine.calls == [Pause("abort")]
+
+
+async def test_an_observation_that_ends_late_with_a_cancellation_of_its_own_ends_nothing_else(
+    bus: Bus, engine: Engine, run: Run
+) -> None:
+    """It gave way to a command, and its backend could not be cancelled at once."""
+    async with run() as agent:
+        await bus.admit()
+        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        unkind(engine).reads = "end late"
+        with anyio.fail_after(10):
+            await unkind(engine).hanging.wait()
+        bus.publish(PAUSE)
+        await reaches(agent, lambda state: state.activity is not None)
+        unkind(engine).reads = "well"
+        unkind(engine).released.set()
+        assert (await bus.outcome(1)).outcome == Acted(calls=("pause",))
 
 
 async def test_an_engine_whose_observation_hangs_is_unknown_until_it_can_be_read(
