@@ -63,7 +63,7 @@ class RealBus:
     @property
     def late_us(self) -> int:
         """How late a timer may be: it is rounded up, and waits for the turns before it."""
-        return 1000 * (2 + 2 * self.slowest_ms * self.world.disk)
+        return 1000 * (2 + 2 * self.slowest_ms * (self.world.disk or not self.alive))
 
     # --- life ---------------------------------------------------------------------------------------------------------
 

@@ -16,16 +16,20 @@ import sys
 import tempfile
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, NoReturn, cast
+from unittest.mock import patch
 
 from controlplane.analysis.invariants import Violation, verify
 from controlplane.record.log import RunLog
+from schemas import events
 from schemas.transport.wakeup import callback_context
 from schemas.wire import encode
+from tests.simulation.adapters import GRACE_MS
 from tests.simulation.bus import COMMIT_MS, Bus
-from tests.simulation.cluster import Mechanisms, World
+from tests.simulation.cluster import World
 from tests.simulation.promises import Broken, Promises
 from tests.simulation.shells import clock
 from tests.simulation.shells.agents import RealSlot
@@ -89,12 +93,11 @@ class ShellWorld(World):
         self._tasks: list[asyncio.Task[Any]] = []
         self._log_lives = 0
         self.network = Network(Random(f"network {seed}"), self.say)
-        super().__init__(seed, Mechanisms(adapters=False), story)
+        super().__init__(seed, None, story)
         self.promises = ShellPromises(self)
         self.trainer = RealTrainer(self)
         self.rough = Rough.draw(Random(f"rough {seed}"))
         self.weather.tails = 0.0  # no power cut: a killed process loses nothing that it has written
-        self.weather.journals = 0.0
         if self.weather.aim == "lost tails":
             self.weather.aim = "none"
         self.one_port = self.weather.one_port
@@ -268,7 +271,8 @@ def simulate(seed: int, story: list[str] | None = None) -> ShellWorld:
         logger.addHandler(handler)
         logger.propagate = False
         try:
-            with world.network.in_place():
+            settings = partial(events.MachineSettings, adapter_grace_ms=GRACE_MS)  # which no option sets
+            with world.network.in_place(), patch.object(events, "MachineSettings", settings):
                 world.guarded(world.play)
                 world.end()
                 world.violations = world.verified()
