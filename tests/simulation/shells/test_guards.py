@@ -34,9 +34,15 @@ GUARDS = {
     ),
     "a stray cancellation of an observation": Guard(
         "workers/driver.py",
-        "except (Exception, asyncio.CancelledError) as error:\n                if _ends_this_task(error):\n                    raise\n                # Once",
-        "except Exception as error:\n                if _ends_this_task(error):\n                    raise\n                # Once",
+        "if not (scope.cancel_called and isinstance(error, asyncio.CancelledError)):",
+        "if isinstance(error, asyncio.CancelledError):\n                    raise\n                else:",
         0,
+    ),
+    "an observation that ends late": Guard(
+        "workers/driver.py",
+        "if not (scope.cancel_called and isinstance(error, asyncio.CancelledError)):",
+        "if scope.cancel_called:\n                    raise\n                else:",
+        23,
     ),
     "no late call": Guard(
         "workers/driver.py",
