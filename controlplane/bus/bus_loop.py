@@ -447,6 +447,8 @@ class BusLoop:
     def _flush_due(self, at_us: int) -> bool:
         if self._log.pending and self._flush_us is None:
             self._flush_us = at_us + FLUSH_US
+        if self._log.pending and self.closed:  # as a bus ends: to close a log is to wait for no lock
+            return True
         return self._log.pending >= FLUSH_RECORDS or (self._flush_us is not None and at_us >= self._flush_us)
 
     def _commit(self) -> Generator[None, None, bool]:

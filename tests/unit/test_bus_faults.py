@@ -5,6 +5,7 @@ import logging
 import sqlite3
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from schemas.config import BusConfig
 from schemas.errors import BusClosed, BusFaulted, CommandError, LogError
 from schemas.events import Resume
 from schemas.reports import Report
-from schemas.storage import database
+from schemas.storage import database, record_file
 from schemas.storage.record_file import RecordFile
 from schemas.transport.keys import KeySource
 from schemas.transport.sockets import Context, agent_dealer
@@ -179,6 +180,22 @@ def test_a_log_that_stays_locked_for_a_lease_ends_the_bus(tmp_path: Path) -> Non
             with pytest.raises(BusFaulted):
                 plane.serving()
         assert "keeps the file locked" in str(plane.bus.fault)
+
+
+def test_a_bus_that_closes_waits_for_a_locked_log_and_records_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_file, "BUSY_S", 1)
+    log = tmp_path / "run.db"
+    plane = ControlPlane(ADDRESS, log=log, config=QUICK)
+    plane.open()
+    bus = plane.bus
+    with ThreadPoolExecutor(1) as pool:
+        with locked(log):
+            closing = pool.submit(plane.close)
+            wait_until(lambda: bool(bus.clock.hold_up) or closing.done())
+        closing.result(20)
+    assert [entry.kind for entry in RunLog.read(log)][-1] == "closed"
 
 
 class Disk(threading.Event):
