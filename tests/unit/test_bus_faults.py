@@ -18,8 +18,10 @@ from controlplane import ControlPlane
 from controlplane.bus import bus_loop, operator
 from controlplane.bus import thread as bus_thread
 from controlplane.bus.bus import Bus
+from controlplane.bus.callers import Callers
 from controlplane.bus.key_folder import KeyFolder
 from controlplane.bus.operator import ask_status
+from controlplane.bus.turn_clock import TurnClock
 from controlplane.machine import coordinator, events
 from controlplane.record.log import RunLog
 from controlplane.tickets import Ticket
@@ -180,6 +182,18 @@ def test_a_log_that_stays_locked_for_a_lease_ends_the_bus(tmp_path: Path) -> Non
             with pytest.raises(BusFaulted):
                 plane.serving()
         assert "keeps the file locked" in str(plane.bus.fault)
+
+
+def test_a_bus_that_has_stopped_is_not_said_to_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    moments, callers = [0], Callers(16, lambda *_: None)
+    clock = TurnClock(Path("run.db"), SHORT, lambda: moments[-1])
+    clock.begin()
+    for at_us in (1_500_000, 3_000_000):
+        moments.append(at_us)
+        clock.watch(callers, lambda error: BusFaulted(str(error)))
+    clock.end()
+    clock.watch(callers, lambda error: BusFaulted(str(error)))
+    assert "The bus waits for it" in caplog.text and "goes on" not in caplog.text
 
 
 def test_a_bus_that_closes_waits_for_a_locked_log_and_records_its_end(
