@@ -1,6 +1,7 @@
 """A bus whose turn raises, whose log hangs or is locked, or whose trainer's sender hangs: no caller waits for it."""
 
 import contextlib
+import errno
 import logging
 import sqlite3
 import threading
@@ -100,6 +101,22 @@ async def test_an_error_in_a_task_of_the_bus_ends_it_with_its_cause(
         await until(lambda: bus.fault is not None)
         with pytest.raises(BusFaulted, match="KeyError: 'a mistake of ours'"):
             bus.publish(FLUSH, ALL, 10_000)
+
+
+def test_the_watch_of_a_bus_outlives_its_own_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks: list[None] = []
+
+    def raises(_: object) -> bool:
+        looks.append(None)
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(bus_loop.BusLoop, "look_at_turn", raises)
+    with ControlPlane(ADDRESS, log=tmp_path / "run.db", config=QUICK) as plane:
+        wait_until(lambda: len(looks) > 2)
+        assert plane.flush().wait(20).seq == 2
+    assert caplog.text.count("Traceback") == 1 and "too many open files" in caplog.text
 
 
 # --- nothing was sent -------------------------------------------------------------------------------------------------
