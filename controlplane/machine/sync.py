@@ -53,6 +53,7 @@ from controlplane.machine.versions import (
     doubted_label,
     holding_replicas,
     next_version,
+    refused_number,
     refused_version,
     weights_of,
     with_loaded,
@@ -80,6 +81,7 @@ def begin(state: CoordinatorState, event: events.SyncRequested, effects: Effects
         sync = Sync(request=request, version=event.version or next_adapter_version(state, event.adapter.name))
         adapter = adapter_of(sync)
         reason = refused_adapter(state, adapter) if adapter is not None else "an adapter is a directory of files"
+        reason = refused_number(sync) or reason
     every = frozenset(unit for unit in state.desired if isinstance(unit, int))
     if reason := reason or oversize(_command(sync, "commit", every), request.target):
         effects.append(events.Refuse(ticket=event.ticket, kind="command", reason=reason))
