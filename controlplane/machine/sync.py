@@ -67,8 +67,8 @@ def begin(state: CoordinatorState, event: events.SyncRequested, effects: Effects
     """Begin a sync, or refuse it."""
     if (sync := state.syncs.get(event.adapter.name if event.adapter is not None else "")) is not None:
         reason = (
-            f"a sync to version {sync.version} is in its {sync.phase} phase; two at once would split the fleet. Wait "
-            "for its report, then ask again"
+            f"a sync to version {sync.version} is in its {sync.shown_phase} phase; two at once would split the fleet. "
+            "Wait for its report, then ask again"
         )
         effects.append(events.Refuse(ticket=event.ticket, kind="sync_in_progress", reason=reason))
         return state
@@ -255,7 +255,7 @@ def is_abandoned_by_close(sync: Sync) -> bool:
 
 def abort_at_close(state: CoordinatorState, sync: Sync, event: events.Closed, effects: Effects) -> CoordinatorState:
     """Abort a sync with the last command of a bus, so that the fleet resumes without waiting for its lease."""
-    reason = f"the bus was closed in the {sync.phase} phase of the sync to version {sync.version}; it was aborted"
+    reason = f"the bus was closed in the {sync.shown_phase} phase of the sync to version {sync.version}; it was aborted"
     effects.append(events.Refuse(ticket=sync.request.ticket, kind="closed", reason=reason))
     return _abort_unreported(state, sync, event, effects)
 
