@@ -239,7 +239,7 @@ def _pruned(state: CoordinatorState, used: list[UsedAdapter]) -> tuple[UsedAdapt
 
 def adapter_statuses(state: CoordinatorState) -> dict[str, AdapterStatus]:
     """Return the adapters that are served, by name: the newest committed version of each, and where it is held."""
-    served = {name: newest for name, known in state.adapters.items() if (newest := _newest(known)) is not None}
+    served = {name: live[0] for name in state.adapters if (live := live_versions(state, name))}
     if not served:
         return {}
     serving = proven_replicas(state).serving
@@ -257,6 +257,39 @@ def adapter_statuses(state: CoordinatorState) -> dict[str, AdapterStatus]:
     }
 
 
+def live_versions(state: CoordinatorState, name: str) -> list[UsedAdapter]:
+    """Return the versions of an adapter that requests may name, the newest first.
+
+    Args:
+        state: The run.
+        name: Of the adapter.
+    """
+    live = [entry for entry in state.adapters.get(name, _NONE).used if entry.committed_seq and not entry.dropped_seq]
+    return sorted(live, key=lambda entry: entry.adapter.version, reverse=True)
+
+
+def holds_version(state: CoordinatorState, replica: int, entry: UsedAdapter) -> bool:
+    """Return whether a replica is proven to hold a version of an adapter.
+
+    Args:
+        state: The run.
+        replica: By index.
+        entry: The version.
+    """
+    member = state.members.get(f"{replica}.0")
+    return member is not None and _holds(state, member, entry)
+
+
+def needed_paths(state: CoordinatorState) -> frozenset[str]:
+    """Return the directories whose files a replica may still read, or be told to load."""
+    used = {
+        entry.adapter.path for known in state.adapters.values() for entry in known.used if _may_be_read(state, entry)
+    }
+    return frozenset(
+        used | {adapter.path for sync in state.syncs.values() if (adapter := adapter_of(sync)) is not None}
+    )
+
+
 def oldest_adapter(state: CoordinatorState, name: str) -> int:
     """Return the oldest version of an adapter whose files a replica may still read; 0 if none is needed.
 
@@ -268,11 +301,6 @@ def oldest_adapter(state: CoordinatorState, name: str) -> int:
     """
     used = state.adapters.get(name, _NONE).used
     return min((entry.adapter.version for entry in used if _may_be_read(state, entry)), default=0)
-
-
-def _newest(known: KnownAdapter) -> UsedAdapter | None:
-    live = [entry for entry in known.used if entry.committed_seq and not entry.dropped_seq]
-    return max(live, key=lambda entry: entry.adapter.version, default=None)
 
 
 def _holds(state: CoordinatorState, member: Member, entry: UsedAdapter) -> bool:

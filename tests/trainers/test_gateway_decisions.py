@@ -83,7 +83,7 @@ def test_a_post_means_one_thing(route: str, fields: dict[str, Any], meaning: rou
         ("/start_profile", {}, "rolloutctl profile start"),
         ("/update_weights_from_distributed", {}, "NCCL"),
         ("/init_broadcaster", {}, "NCCL"),
-        ("/load_lora_adapter", {"lora_name": "a"}, "adapter"),
+        ("/load_lora_adapter", {"lora_name": "a"}, "no lora_path names a directory"),
         ("/release_memory_occupation", {}, "memory"),
         ("/shutdown", {}, "does not know this route"),
         ("/v1/models", {}, "does not know this route"),
@@ -124,7 +124,8 @@ class Plane:
     def view(self) -> Any:
         joined = {f"{replica}.0": SimpleNamespace(joined=True) for replica in range(3)}
         return SimpleNamespace(
-            state=SimpleNamespace(members=joined, retired=frozenset()), has_committed=self.has_committed
+            state=SimpleNamespace(members=joined, retired=frozenset(), adapters={}, syncs={}, run="run"),
+            has_committed=self.has_committed,
         )
 
     def sync_weights(self, _: None, source: Checkpoint, *, in_flight: str, timeout: float) -> Any:

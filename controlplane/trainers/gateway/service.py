@@ -20,9 +20,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from controlplane.bus.binding import warn_in_red
+from controlplane.machine.adapters import holds_version
 from controlplane.plane import ControlPlane
 from controlplane.trainers.gateway import routes
-from controlplane.trainers.gateway.connections import BoundedServer, connections_within_limit
+from controlplane.trainers.gateway.adapters import with_engine_names
+from controlplane.trainers.gateway.connections import REASON, BoundedServer, connections_within_limit
 from controlplane.trainers.gateway.passing import ProxyResponse
 from controlplane.trainers.gateway.posts import Posts, status_of
 from schemas.errors import AddressInUse, ConfigError, RolloutctlError
@@ -33,7 +35,11 @@ from schemas.transport.sockets import is_local
 logger = logger_of("gateway")
 
 BODY_BYTES_MAX: Final = 1024 * 1024
-"""Largest body of a request that is answered here. What is passed on has no limit: it is not kept."""
+"""Largest body of a request that is answered here. What is passed on unread has no limit: it is not kept."""
+TOKENS_BYTES_MAX: Final = 64 * 1024 * 1024
+"""Largest body of a request for tokens while the run has adapters: it is read for their names."""
+REASON_MAX: Final = 300
+"""Characters of a message in the status line."""
 MOMENT_S: Final = 2.0
 """How long the first update waits for those of the other replicas."""
 NO_ENGINE: Final = "{} is for the engine: start the gateway with `--engine URL` for each replica"
@@ -188,9 +194,9 @@ class Gateway:
             known = f"/workers, and the routes of an engine below {' '.join(self.base_urls(request.url.hostname))}"
             return _json(400, f"{request.method} {path} is refused: it is about no replica. There are {known}")
         passed = routes.is_passed(request.method, path)
-        if passed is not None:
-            return self._pass_on(request, replica, path, generates=passed.generates)
         try:
+            if passed is not None:
+                return await self._pass_on_as_named(request, replica, path, passed)
             body, fields = await _fields(request)
         except ValueError as error:
             return _json(413 if "larger" in str(error) else 400, f"{request.method} {path} is refused: {error}")
@@ -242,6 +248,21 @@ class Gateway:
             authorization=f"Bearer {key}" if key else None,
             keeps_authorization=key is None and self._token is None,
         )
+
+    async def _pass_on_as_named(self, request: Request, replica: int, path: str, passed: routes.Passed) -> Response:
+        """Pass a request on; one for tokens with the engines' names of adapters, to a replica that holds them."""
+        view = self._plane.view()
+        if not (passed.generates and view.state.adapters and self._engines) or view.unfit(replica):
+            return self._pass_on(request, replica, path, generates=passed.generates)
+        try:
+            body, named = with_engine_names(view.state, await _body(request, TOKENS_BYTES_MAX))
+        except LookupError as error:
+            return _json(404, str(error.args[0]))
+        for other in (*range(replica, self._replicas), *range(replica)):
+            if all(holds_version(view.state, other, used) for used in named) and not view.unfit(other):
+                return self._pass_on(request, other, path, body=body, generates=True)
+        models = ", ".join(used.adapter.model for used in named)
+        return _json(503, f"no replica that answers requests holds {models} now")
 
     async def _version_of(self, request: Request, replica: int, path: str) -> Response:
         """The engine's answer, with the trainer's label in place of the number of the bus.
@@ -309,11 +330,7 @@ def _is_of_a_page(request: Request) -> bool:
 
 async def _fields(request: Request) -> tuple[bytes, dict[str, object]]:
     """Return the body, and the parameters of the query with the fields of the body. Raises ValueError."""
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > BODY_BYTES_MAX:
-            raise ValueError(f"its body is larger than {BODY_BYTES_MAX} bytes")
+    body = await _body(request, BODY_BYTES_MAX)
     content: object = {}
     if body.strip():
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -328,5 +345,20 @@ async def _fields(request: Request) -> tuple[bytes, dict[str, object]]:
     return body, {**dict(request.query_params), **content}
 
 
+async def _body(request: Request, bytes_max: int) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > bytes_max:
+            raise ValueError(f"its body is larger than {bytes_max} bytes")
+    return bytes(body)
+
+
 def _json(status: int, message: str) -> Response:
-    return JSONResponse({"success": status == 200, "message": printable(message)}, status)
+    """An answer that says why in all places where a client may look: SkyRL shows `error.message` alone."""
+    message = printable(message)
+    content: dict[str, object] = {"success": status == 200, "message": message}
+    if status == 200:
+        return JSONResponse(content)
+    reason = message[:REASON_MAX].encode("ascii", "replace").decode()
+    return JSONResponse({**content, "error": {"message": message, "code": status}}, status, {REASON.decode(): reason})
