@@ -156,12 +156,15 @@ def _modules(directory: Path, layout: Mapping[str, TensorSpec]) -> dict[str, _Mo
             raise _refused(
                 directory,
                 f"holds the tensor {name[:200]!r}",
-                "Names must be `base_model.model.MODULE.lora_A.weight` and `lora_B`, as PEFT's are, or without prefix.",
+                "Names must be those of PEFT, `base_model.model.MODULE.lora_A.weight` and `lora_B`, or without "
+                "`base_model.model.`, as prime-rl's.",
             )
         if spec.dtype not in _FLOATS or len(spec.shape) != 2:
             allowed = f"Two dimensions of {_names(_FLOATS)} are served."
             raise _refused(directory, f"holds {name[:200]} as {spec}", allowed)
         module = modules.setdefault(found[1], _Module())
+        if (module.down if found[2] == "A" else module.up) is not None:
+            raise _refused(directory, f"holds {found[1]} twice", "Write names with `base_model.model.`, or without it.")
         if found[2] == "A":
             module.down = spec
         else:

@@ -58,8 +58,8 @@ def new_place(run: str, label: str) -> str:
 def copy_adapter(root: Path, path: str, place: str) -> None:
     """Copy an adapter. Trainers write the next version into the same files, or delete them, while engines read ours.
 
-    So it can't be a hard link: that is the same file, and `safetensors.save_file` and `open(…, "w")` write into a file
-    that is there.
+    So it can't be a hard link: that is the same file, and `open(…, "w")` writes into a file that is there, as
+    `safetensors` did up to 0.7.
 
     Args:
         root: Root of the checkpoints.

@@ -114,7 +114,7 @@ class BoundedServer(uvicorn.Server):
                     connection.transport.close()
 
 
-class _Connection(h11.Connection):
+class _Reasoned(h11.Connection):
     """Says in the status line why a request is refused: prime-rl, AReaL, slime and miles show nothing else of it."""
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
@@ -128,7 +128,7 @@ class _TimedConnection(H11Protocol):
 
     def __init__(self, ended: Callable[[], None], room: asyncio.Event, **options: Any) -> None:
         super().__init__(**options)
-        self.conn = _Connection(h11.SERVER)
+        self.conn = _Reasoned(h11.SERVER)
         self.logger, self._ended, self._room = logger, ended, room
         self._timer: asyncio.TimerHandle | None = None
         self._timed: object = None

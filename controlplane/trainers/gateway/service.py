@@ -38,7 +38,7 @@ BODY_BYTES_MAX: Final = 1024 * 1024
 """Largest body of a request that is answered here. What is passed on unread has no limit: it is not kept."""
 TOKENS_BYTES_MAX: Final = 64 * 1024 * 1024
 """Largest body of a request for tokens while the run has adapters: it is read for their names."""
-REASON_MAX: Final = 300
+REASON_MAX: Final = 600
 """Characters of a message in the status line."""
 MOMENT_S: Final = 2.0
 """How long the first update waits for those of the other replicas."""
@@ -360,5 +360,5 @@ def _json(status: int, message: str) -> Response:
     content: dict[str, object] = {"success": status == 200, "message": message}
     if status == 200:
         return JSONResponse(content)
-    reason = message[:REASON_MAX].encode("ascii", "replace").decode()
+    reason = " ".join(message.split())[:REASON_MAX].rstrip().encode("ascii", "replace").decode()
     return JSONResponse({**content, "error": {"message": message, "code": status}}, status, {REASON.decode(): reason})
