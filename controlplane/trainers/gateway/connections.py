@@ -119,7 +119,8 @@ class _Reasoned(h11.Connection):
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
         if isinstance(event, h11.Response) and (reason := dict(event.headers).get(REASON)):
-            event = h11.Response(status_code=event.status_code, headers=list(event.headers), reason=reason)
+            headers = [header for header in event.headers if header[0] != REASON]
+            event = h11.Response(status_code=event.status_code, headers=headers, reason=reason)
         return super().send(event)
 
 
