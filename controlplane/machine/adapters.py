@@ -281,13 +281,9 @@ def holds_version(state: CoordinatorState, replica: int, entry: UsedAdapter) -> 
 
 
 def needed_paths(state: CoordinatorState) -> frozenset[str]:
-    """Return the directories whose files a replica may still read, or be told to load."""
-    used = {
-        entry.adapter.path for known in state.adapters.values() for entry in known.used if _may_be_read(state, entry)
-    }
-    return frozenset(
-        used | {adapter.path for sync in state.syncs.values() if (adapter := adapter_of(sync)) is not None}
-    )
+    """Return the directories of adapters whose files a replica may still read."""
+    used = (entry for known in state.adapters.values() for entry in known.used)
+    return frozenset(entry.adapter.path for entry in used if _may_be_read(state, entry))
 
 
 def oldest_adapter(state: CoordinatorState, name: str) -> int:

@@ -134,6 +134,7 @@ def test_prime_rl_moves_both_replicas_to_each_version_of_its_adapter(lora_run: L
         shutil.rmtree(lora_run.run / f"broadcasts/step_{step - 2}", ignore_errors=True)
     assert lora_run.adapter_syncs() == [(NAME, "committed", (0, 1))] * 3
     assert lora_run.ask(0, NAME).json()["model"] == f"{NAME}-v3"  # the answer says which version it was
+    assert lora_run.serves(f"{NAME}-v2", 2)  # and a request may ask for one
     wait_until(lambda: lora_run.listed(0) == lora_run.listed(1) == {f"{NAME}-v2", f"{NAME}-v3"})
     wait_until(lambda: lora_run.copies() == [NAME] * 2)
 
@@ -254,6 +255,9 @@ def test_areal_names_each_version_and_gets_the_one_that_it_names(ports: LoRAFlee
     gone = ports.ask(1, "lora-v1", field)
     assert gone.status_code == 404 and "served are: lora-v3, lora-v2" in gone.json()["message"]
 
+    launched = ports.ask(0, "lora-v0", field)  # what the engine was launched with is its own
+    assert "lora-v0" in launched.json()["detail"]
+
     update(2, 12)  # restarted from its checkpoint of version 1
     assert ports.serves("lora-v2", 12, field=field) and ports.serves("lora", 12, field=field)
     assert {status for status in trainer.attempts if status[0].endswith("load_lora_adapter")} == {
@@ -310,6 +314,14 @@ def test_a_restarted_gateway_knows_what_the_trainers_names_stand_for(tmp_path: P
         with on_a_thread(again.serve):
             fleet.urls = again.base_urls()
             assert fleet.serves("lora-v5", 5) and fleet.serves("lora-v4", 4)
+
+
+def test_adapters_that_were_synced_by_hand_have_the_names_of_the_run(lora_run: LoRAFleet) -> None:
+    for number in (1, 2):
+        lora_run.write(f"by-hand/{number}", number)
+        lora_run.fleet.plane.sync_adapter("policy", None, f"by-hand/{number}").wait()
+    assert lora_run.serves("policy", 2) and lora_run.serves("policy-v1", 1)
+    assert lora_run.ask(0, "policy-v3").status_code == 404
 
 
 def test_requests_for_tokens_are_read_for_the_names_of_adapters_and_bounded(

@@ -6,7 +6,6 @@ holds the trainer's. So the run knows what a trainer's name stands for, after a 
 """
 
 import os
-import secrets
 import shutil
 from pathlib import Path
 from typing import Final, cast
@@ -23,7 +22,7 @@ from schemas.safetensors.paths import resolve_below
 from schemas.wire import DECODE_ERRORS
 
 FOLDER: Final = "gateway-adapters"
-"""Of all copies, below the root of checkpoints."""
+"""Of all copies, below the root of checkpoints: RUN/LABEL.NUMBER in it, where the label is the trainer's name."""
 FILES: Final = (ADAPTER_CONFIG, "adapter_model.safetensors")
 """What PEFT writes, and engines read. Trainers leave more in their directories."""
 FIELDS: Final = frozenset({"model", "lora_path"})
@@ -40,19 +39,10 @@ def adapter_of(label: str) -> str:
 
 
 def label_of(version: AdapterVersion) -> str:
-    """Return what requests call a version: the trainer's name, if its files are a copy, else the engines'."""
+    """Return what requests call this version, and no other: the trainer's name, unless that is the adapter's."""
     folder, _, name = version.path.rpartition("/")
-    return name.rpartition(".")[0] if folder.startswith(f"{FOLDER}/") else version.model
-
-
-def new_place(run: str, label: str) -> str:
-    """Return a directory for a copy, below the root. No other version of the run had it.
-
-    Args:
-        run: Id of the run.
-        label: The trainer's name of the version.
-    """
-    return f"{FOLDER}/{run}/{label}.{secrets.token_hex(6)}"
+    label = name.rpartition(".")[0] if folder.startswith(f"{FOLDER}/") else version.name
+    return version.model if label == version.name else label
 
 
 def copy_adapter(root: Path, path: str, place: str) -> None:
@@ -89,17 +79,6 @@ def _state(file: Path) -> tuple[int, ...]:
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def copies(root: Path, run: str) -> list[str]:
-    """Return the copies of a run, as paths below the root.
-
-    Args:
-        root: Root of the checkpoints.
-        run: Id of the run.
-    """
-    folder = root / FOLDER / run
-    return [f"{FOLDER}/{run}/{name}" for name in os.listdir(folder)] if folder.is_dir() else []
-
-
 def with_engine_names(state: CoordinatorState, body: bytes) -> tuple[bytes, list[UsedAdapter]]:
     """Return the body of a request for tokens with the engines' names of adapters, and the versions that it names.
 
@@ -128,12 +107,14 @@ def with_engine_names(state: CoordinatorState, body: bytes) -> tuple[bytes, list
 
 def _engine_name(state: CoordinatorState, label: str | None, named: list[UsedAdapter]) -> str | None:
     name = next((name for name in (label, adapter_of(label or "")) if name in state.adapters), None)
-    if name is None or label == f"{name}-v0":  # one that engines were launched with: the run counts from 1
+    if name is None:
         return label
     live = live_versions(state, name)
     for used in live:
         if label in (name, label_of(used.adapter)):
             named.append(used)
             return used.adapter.model
+    if label == f"{name}-v0":  # engines may have been launched with it: a run counts from 1
+        return label
     served = ", ".join(dict.fromkeys(label_of(used.adapter) for used in live)) or "none"
     raise LookupError(f"the adapter {name} has no version {label} that is served; served are: {served}")

@@ -20,10 +20,12 @@ All of it happens on one event loop, so what a method finds holds until it await
 asked of the control plane each time.
 """
 
+import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from secrets import token_hex
 from shutil import rmtree
 from typing import Final, Literal, NamedTuple
 
@@ -33,7 +35,7 @@ from anyio import to_thread
 from controlplane.machine.adapters import NAMES_MAX, live_versions, needed_paths
 from controlplane.plane import ControlPlane
 from controlplane.trainers.gateway import routes
-from controlplane.trainers.gateway.adapters import adapter_of, copies, copy_adapter, label_of, new_place
+from controlplane.trainers.gateway.adapters import FOLDER, adapter_of, copy_adapter, label_of
 from schemas.commands import Checkpoint, EngineCommand
 from schemas.errors import BusError, BusOverloaded, CheckpointError, RolloutctlError, SyncInProgress
 from schemas.formatting import format_replicas, is_trouble
@@ -280,7 +282,7 @@ class Posts:
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     async def _sync_adapter(self, asked: Asked) -> SyncReport:
-        place = new_place(self._plane.view().state.run, asked.label)
+        place = f"{FOLDER}/{self._plane.view().state.run}/{asked.label}.{token_hex(6)}"
         self._taken.add(place)
         try:
             await in_thread(copy_adapter, self._root, asked.path, place)
@@ -297,11 +299,12 @@ class Posts:
         return 200, "replicas unload old versions by themselves, once no request runs on them"
 
     async def _delete_copies(self) -> None:
-        """Delete copies of adapters that no replica needs any more. Their list is older than what is known of them."""
-        with suppress(RolloutctlError):  # the bus has ended
-            for place in await in_thread(copies, self._root, self._plane.view().state.run):
-                if place not in needed_paths(self._plane.view().state) | self._taken:
-                    await in_thread(partial(rmtree, ignore_errors=True), self._root / place)
+        """Delete copies of adapters that no replica needs. They are listed before it is asked what is needed."""
+        with suppress(OSError, RolloutctlError):  # there is none yet, or the bus has ended
+            folder = f"{FOLDER}/{self._plane.view().state.run}"
+            for name in await in_thread(os.listdir, self._root / folder):
+                if f"{folder}/{name}" not in needed_paths(self._plane.view().state) | self._taken:
+                    await in_thread(partial(rmtree, ignore_errors=True), self._root / folder / name)
 
     # --- both ---------------------------------------------------------------------------------------------------------
 

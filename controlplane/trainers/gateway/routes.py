@@ -10,7 +10,7 @@ ten times, and passes over a 404 in silence (`src/prime_rl/utils/client.py`).
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import PurePosixPath
-from typing import Final
+from typing import Final, Literal
 
 from msgspec import Struct, ValidationError, convert
 
@@ -74,23 +74,13 @@ class AdapterPost(Struct, frozen=True):
     path: str = ""
 
 
-class Passed(Struct, frozen=True):
-    """For the engine itself.
-
-    Attributes:
-        generates: It asks for tokens, which only a replica that is proven to serve may give.
-    """
-
-    generates: bool = False
-
-
 class RefusedPost(Struct, frozen=True):
     """Nothing is done."""
 
     message: str
 
 
-Meaning = Plain | PausePost | UpdatePost | DeltaPost | TransferPost | AdapterPost | Passed | RefusedPost
+Meaning = Plain | PausePost | UpdatePost | DeltaPost | TransferPost | AdapterPost | RefusedPost
 
 Reader = Callable[[Fields, Sequence[str]], Meaning]
 """Reads the fields of a request, those of its query and of its JSON body. Raises ValueError with what is wrong."""
@@ -116,11 +106,9 @@ def read_request(verb: str, path: str, fields: Fields, roots: Sequence[str]) -> 
         return RefusedPost(f"{verb} {path} is refused: {error}. Nothing was done")
 
 
-def is_passed(verb: str, path: str) -> Passed | None:
-    """Return how a request goes to the engine, whose body is not read here; None if it does not."""
-    if (verb, path) in GENERATION:
-        return Passed(generates=True)
-    return Passed() if (verb, path) in PASSED else None
+def is_passed(verb: str, path: str) -> Literal["tokens", "other"] | None:
+    """Return what the engine itself is asked for, unread; None if it is not asked. Only a fit replica gives tokens."""
+    return "tokens" if (verb, path) in GENERATION else "other" if (verb, path) in PASSED else None
 
 
 # --- readers ----------------------------------------------------------------------------------------------------------

@@ -107,7 +107,8 @@ class Gateway:
         self._engines, self._engine_key = [url.rstrip("/") for url in engines], engine_key
         self._token = token
         self._posts = Posts(plane, replicas, self._root, timeout_s, moment_s)
-        self._sockets = _listen(host, [port, *(_port_of(port, replica) for replica in range(replicas if ports else 0))])
+        more = range(1, replicas + 1 if ports else 1)
+        self._sockets = _listen(host, [port, *(port + number if port else 0 for number in more)])
         self._replica_of = {sock.getsockname()[1]: replica for replica, sock in enumerate(self._sockets[1:])}
         self._host, self._port = host, self._sockets[0].getsockname()[1]
         self._connections = connections_within_limit(plane.view().agents_max)
@@ -196,7 +197,7 @@ class Gateway:
         passed = routes.is_passed(request.method, path)
         try:
             if passed is not None:
-                return await self._pass_on_as_named(request, replica, path, passed)
+                return await self._pass_on_as_named(request, replica, path, generates=passed == "tokens")
             body, fields = await _fields(request)
         except ValueError as error:
             return _json(413 if "larger" in str(error) else 400, f"{request.method} {path} is refused: {error}")
@@ -232,13 +233,9 @@ class Gateway:
 
     # --- the engine's own answers -------------------------------------------------------------------------------------
 
-    def _pass_on(
-        self, request: Request, replica: int, path: str, *, body: bytes | None = None, generates: bool = False
-    ) -> Response:
+    def _pass_on(self, request: Request, replica: int, path: str, *, body: bytes | None = None) -> Response:
         if not self._engines:
             return _json(400, NO_ENGINE.format(path))
-        if generates and (reason := self._plane.view().unfit(replica)):
-            return _json(503, f"replica {replica} answers no requests: {reason}")
         key = self._engine_key
         return ProxyResponse(
             self._http,
@@ -249,18 +246,20 @@ class Gateway:
             keeps_authorization=key is None and self._token is None,
         )
 
-    async def _pass_on_as_named(self, request: Request, replica: int, path: str, passed: routes.Passed) -> Response:
+    async def _pass_on_as_named(self, request: Request, replica: int, path: str, *, generates: bool) -> Response:
         """Pass a request on; one for tokens with the engines' names of adapters, to a replica that holds them."""
         view = self._plane.view()
-        if not (passed.generates and view.state.adapters and self._engines) or view.unfit(replica):
-            return self._pass_on(request, replica, path, generates=passed.generates)
+        if generates and self._engines and (reason := view.unfit(replica)):
+            return _json(503, f"replica {replica} answers no requests: {reason}")
+        if not (generates and self._engines and view.state.adapters):
+            return self._pass_on(request, replica, path)
         try:
             body, named = with_engine_names(view.state, await _body(request, TOKENS_BYTES_MAX))
         except LookupError as error:
             return _json(404, str(error.args[0]))
         for other in (*range(replica, self._replicas), *range(replica)):
             if all(holds_version(view.state, other, used) for used in named) and not view.unfit(other):
-                return self._pass_on(request, other, path, body=body, generates=True)
+                return self._pass_on(request, other, path, body=body)
         models = ", ".join(used.adapter.model for used in named)
         return _json(503, f"no replica that answers requests holds {models} now")
 
@@ -308,10 +307,6 @@ def _listen(host: str, ports: list[int]) -> list[socket.socket]:
             sock.close()
         raise AddressInUse(f"can't listen on {host}:{port}: {error}. Name a free port, or 0 for any") from error
     return sockets
-
-
-def _port_of(port: int, replica: int) -> int:
-    return port + 1 + replica if port else 0
 
 
 def _in_url(host: str) -> str:
