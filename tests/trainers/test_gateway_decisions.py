@@ -379,6 +379,8 @@ async def test_a_pause_around_a_load_of_an_adapter_is_no_command(tmp_path: Path)
         await one.post(0, AdapterPost("policy-v1", "one"))
         await one.end()
         assert (await one.post(0, Plain.RESUME))[0][0] == 200 and one.plane.commands == []
+        await one.post(0, AdapterPost("policy-v2", "one"))
+        assert (await one.post(0, Plain.FLUSH))[0][0] == 200 and one.plane.commands == [("flush", [0])]
 
 
 async def test_copies_that_no_version_has_are_deleted(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ KEEP_ALIVE_S: Final = 60
 """Time for which an idle connection stays open: longer than a client keeps one before it uses it again."""
 AGAIN_S: Final = 1.0
 """Between two attempts to accept a connection, if the first one failed."""
-REASON: Final = b"x-reason"
+REASON: Final = b"x-rolloutctl-reason"
 """Header of an answer, with what becomes the reason of its status line."""
 TOO_SLOW: Final = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 

@@ -147,11 +147,11 @@ class Posts:
                 return 200, "the next sync pauses"
             case routes.Plain.RESUME:
                 self._paused.pop(replica, None)
-                if self._current or replica in self._synced:
+                if "" in self._current or replica in self._synced:
                     return 200, "the end of a sync resumes"
                 return await self._command(replica, "resume")
             case routes.Plain.FLUSH:
-                if self._current or replica in self._paused:
+                if "" in self._current or replica in self._paused:
                     return 200, "the next sync flushes"
                 return await self._command(replica, "flush")
             case routes.Plain.PART:

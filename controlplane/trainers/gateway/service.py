@@ -8,7 +8,7 @@ import secrets
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import anyio
 import httpx
@@ -43,14 +43,6 @@ REASON_MAX: Final = 600
 MOMENT_S: Final = 2.0
 """How long the first update waits for those of the other replicas."""
 NO_ENGINE: Final = "{} is for the engine: start the gateway with `--engine URL` for each replica"
-METHODS: Final = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
-
-
-class Addressed(NamedTuple):
-    """What a request is about: a replica, or the gateway itself (None), and the path below its base URL."""
-
-    replica: int | None
-    path: str
 
 
 class Gateway:
@@ -137,22 +129,23 @@ class Gateway:
             return [f"http://{name}:{port}" for port in self._replica_of]
         return [f"http://{name}:{self._port}/replica/{replica}" for replica in range(self._replicas)]
 
-    def _place(self, request: Request) -> Addressed:
+    def _place(self, request: Request) -> tuple[int | None, str]:
+        """The replica that a request is about, or None for the gateway itself, and the path below its base URL."""
         path = request.url.path
         replica = self._replica_of.get((request.scope.get("server") or ("", 0))[1])
         if replica is not None:
-            return Addressed(replica, f"/{path.lstrip('/')}")
+            return replica, f"/{path.lstrip('/')}"
         first, _, rest = path.lstrip("/").partition("/")
         index, _, below = rest.partition("/")
         if first == "replica" and index.isdecimal() and len(index) < 8 and int(index) < self._replicas:
-            return Addressed(int(index), f"/{below.lstrip('/')}")
-        return Addressed(None, path)
+            return int(index), f"/{below.lstrip('/')}"
+        return None, path
 
     # --- lifetime -----------------------------------------------------------------------------------------------------
 
     async def serve(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Answer until cancelled. Posts that still wait are then answered 503; the syncs of the bus go on."""
-        methods = list(METHODS)
+        methods = ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]
         app = Starlette(routes=[Route("/{path:path}", self._answer, methods=methods)])
         server = BoundedServer(app, self._connections)
         # The trainer's own time-outs are those of what is passed on.
