@@ -1,9 +1,10 @@
-"""The gateway in front of a real vLLM with LoRA adapters, driven as prime-rl does: one name, other files each step."""
+"""The gateway in front of real engines with LoRA adapters: vLLM, driven as prime-rl does, and SGLang, as AReaL does."""
 
 import asyncio
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -14,23 +15,30 @@ from controlplane.trainers.gateway.service import Gateway
 from tests.engines.adapters import save_adapter, tensors_of
 from tests.engines.lora_fleet import MODULES, RANK, LoRAFleet, Scored, near
 from tests.engines.servers import wait_for
+from tests.engines.surfaces import Kind
 from tests.trainers.gateway_fleet import on_a_thread
-from tests.trainers.posting_trainers import PrimeRL
+from tests.trainers.posting_trainers import AReaL, PrimeRL
 
-pytestmark = [pytest.mark.engine_vllm, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 NAME = "r8-a8.0"
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoRAFleet]:
-    """Its requests go through the gateway."""
+@contextmanager
+def behind_a_gateway(kind: Kind, folder: Path) -> Iterator[LoRAFleet]:
+    """A replica whose requests go through the gateway."""
     with ExitStack() as open_:
-        fleet = LoRAFleet("vllm", tmp_path_factory.mktemp("lora"), open_)
-        gateway = Gateway(fleet.plane, replicas=1, checkpoints=fleet.folder, engines=[fleet.url], timeout_s=60)
+        fleet = LoRAFleet(kind, folder, open_)
+        gateway = Gateway(fleet.plane, replicas=1, checkpoints=folder, engines=[fleet.url], timeout_s=60, ports=True)
         open_.enter_context(on_a_thread(gateway.serve))
         (fleet.url,) = gateway.base_urls()
         yield fleet
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[LoRAFleet]:
+    with behind_a_gateway("vllm", tmp_path) as made:
+        yield made
 
 
 def broadcast(fleet: LoRAFleet, step: int, seed: int) -> Path:
@@ -39,6 +47,7 @@ def broadcast(fleet: LoRAFleet, step: int, seed: int) -> Path:
     return save_adapter(fleet.folder / f"broadcasts/step_{step}", MODULES, RANK, seed, tensors)
 
 
+@pytest.mark.engine_vllm
 def test_prime_rl_serves_each_version_under_its_one_name_and_a_killed_server_comes_back_without_its_files(
     fleet: LoRAFleet,
 ) -> None:
@@ -68,3 +77,21 @@ def test_prime_rl_serves_each_version_under_its_one_name_and_a_killed_server_com
     wait_for("the replica serves the version again", lambda: fleet.plane.adapters()[NAME].replicas == (0,), 300)
     assert near(fleet.scores(NAME), a)
     wait_for("copies of old versions are gone", lambda: len([*fleet.folder.glob(f"{FOLDER}/*/*")]) == 2, 60)
+
+
+@pytest.mark.engine_sglang
+def test_areal_gets_the_version_that_it_names(tmp_path: Path) -> None:
+    with behind_a_gateway("sglang", tmp_path) as fleet:
+        trainer = AReaL([fleet.url.removeprefix("http://")])
+        base = fleet.scores(None)
+        made: list[Scored] = []
+        for version, seed in enumerate((1, 2, 1), 1):
+            directory = tmp_path / f"weight_update_v{version}"
+            save = partial(save_adapter, directory, MODULES, RANK, seed)
+            asyncio.run(trainer.update_adapter("lora", version, directory, save))
+            wait_for("the replica serves the version", lambda: fleet.plane.adapters()["lora"].replicas == (0,), 60)
+            made.append(fleet.scores(f"lora-v{version}"))
+        a, b, again = made
+        assert near(a, again) and not near(a, b) and not near(a, base) and not near(b, base)
+        assert near(fleet.scores("lora-v2"), b) and near(fleet.scores(None), base)
+        assert {status for _, status in trainer.attempts} == {200}
