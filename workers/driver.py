@@ -203,7 +203,7 @@ class EngineDriver:
         try:
             result: Returned | Fault = await self._perform(perform.call)
         except (Exception, asyncio.CancelledError) as error:
-            if _ends_this_task(error):
+            if ends_this_task(error):
                 raise
             result = fault_of(error)
         if isinstance(result, Fault):
@@ -249,7 +249,7 @@ class EngineDriver:
             try:
                 observation = await self._engine.observe()
             except (Exception, asyncio.CancelledError) as error:
-                if _ends_this_task(error):
+                if ends_this_task(error):
                     raise
                 # Once the scope is cancelled, a cancellation of the backend's own is not one that the scope takes.
                 if not (scope.cancel_called and isinstance(error, asyncio.CancelledError)):
@@ -306,7 +306,7 @@ async def _only_observed() -> Returned:
     return _DONE  # the observation that follows is what was asked for
 
 
-def _ends_this_task(error: BaseException) -> bool:
+def ends_this_task(error: BaseException) -> bool:
     """Whether the event loop itself ends this task. Any other cancellation here comes from a task of the backend."""
     if not isinstance(error, asyncio.CancelledError):
         return False

@@ -28,8 +28,8 @@ GUARDS = {
     ),
     "a stray cancellation of a call": Guard(
         "workers/driver.py",
-        "except (Exception, asyncio.CancelledError) as error:\n            if _ends_this_task(error):",
-        "except Exception as error:\n            if _ends_this_task(error):",
+        "except (Exception, asyncio.CancelledError) as error:\n            if ends_this_task(error):",
+        "except Exception as error:\n            if ends_this_task(error):",
         0,
     ),
     "a stray cancellation of an observation": Guard(
