@@ -6,6 +6,7 @@ from pathlib import Path
 import anyio
 import pytest
 from anyio import CancelScope
+from anyio.lowlevel import checkpoint
 from msgspec.structs import replace
 
 from schemas.errors import AgentError, EngineError
@@ -27,6 +28,7 @@ from schemas.outcomes import Acted, ErrorKind, Failed
 from schemas.transport.sockets import Context
 from tests.unit.machines import command
 from tests.unit.small_bus import FLUSH, PAUSE, RESUME, Bus, Engine, Run, reaches, running
+from workers import agent as agent_module
 from workers import driver
 from workers.driver import EngineDriver
 from workers.machine.state import Activity, AgentState
@@ -299,3 +301,20 @@ async def test_a_close_that_is_cancelled_from_within_is_logged_and_ends_nothing_
     async with running(bus, context, Stray(), tmp_path):
         pass
     assert len(warnings_of(caplog, "Stray.close raised: a task of the engine's backend was cancelled")) == 1
+
+
+async def test_a_close_that_ends_late_with_a_cancellation_of_its_own_ends_nothing_else(
+    bus: Bus, context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took longer than closing may take, and its backend could not be cancelled at once."""
+    monkeypatch.setattr(agent_module, "ENGINE_CLOSE_S", 0.0)
+
+    class Late(Engine):
+        async def close(self) -> None:
+            with CancelScope(shield=True):
+                await checkpoint()
+            raise asyncio.CancelledError
+
+    async with running(bus, context, Late(), tmp_path):
+        pass
+    assert len(warnings_of(caplog, "Late.close raised: a task of the engine's backend was cancelled")) == 1
