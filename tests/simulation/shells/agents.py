@@ -97,9 +97,9 @@ class RealProcess:
         self.state = AgentState()
         self.incarnation = ""
         self.host = Host(self.world.network, self._blocked_ms)
-        self.lease_over, self.calls_alone, self.new_key, self.sub = False, 0, False, None
+        self.calls_alone, self.new_key, self.sub = 0, False, None
         self.commanded_ms = self.world.now
-        self.bus: RealBus | None = None
+        self._expired_ms = -1  # when its lease last expired
         self.waiting: deque[object] = deque()
         self.driver_killed = False
         self.requested_ms = 0  # when its machine last asked for a call
@@ -118,6 +118,17 @@ class RealProcess:
     def published_ms(self) -> int:
         """When it last got a publication."""
         return self.world.moment_ms(self.host.published_s)
+
+    @property
+    def bus(self) -> RealBus | None:
+        """The bus that is there."""
+        bus = cast("RealBus | None", self.world.bus)
+        return bus if bus is not None and bus.alive else None
+
+    @property
+    def lease_over(self) -> bool:
+        """Whether it goes on without a bus: its lease has expired, and it has got no publication since."""
+        return self._expired_ms >= self.published_ms
 
     def _blocked_ms(self, way: Way) -> float:
         return CUT_OFF_MS if self.slot.cut_off else max(0, self.slot.blocked_until[way] - self.world.now)
@@ -237,9 +248,8 @@ class RealProcess:
             self._judge_start(event)
         if before.stopping and any(isinstance(effect, events.Perform) for effect in effects):
             self.world.promises.broken("P5 one effect", f"{self.peer} was asked to end, and begins {effects}")
-        self.lease_over = isinstance(event, events.LeaseExpired) or (
-            self.lease_over and not isinstance(event, events.HeadSeen | events.SnapshotReceived)
-        )
+        if isinstance(event, events.LeaseExpired):
+            self._expired_ms = self.world.now
         self.world.promises.after_agent(cast("Process", self), before, event, effects)
         self._restart_asked = self._restart_asked or any(isinstance(effect, events.Restart) for effect in effects)
         for effect in effects:
@@ -247,6 +257,13 @@ class RealProcess:
                 self.requested_ms = self.world.now
             if isinstance(effect, events.Perform) and isinstance(effect.call, events.AwaitPush | events.Observe):
                 self.world.promises.performing(cast("Process", self), effect)
+
+    def judge_lease(self) -> None:
+        """P7: the end of its lease, unless it has not joined yet."""
+        self.commanded_ms = max(self.commanded_ms, self.published_ms)
+        if not self.state.joined:
+            self.commanded_ms = self.world.now
+        self.world.promises.leased(cast("Process", self))
 
     def _judge_start(self, started: events.Started) -> None:
         if self.incarnation and not self._restart_asked:

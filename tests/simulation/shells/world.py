@@ -32,7 +32,7 @@ from tests.simulation.bus import COMMIT_MS, Bus
 from tests.simulation.cluster import World
 from tests.simulation.promises import Broken, Promises
 from tests.simulation.shells import clock
-from tests.simulation.shells.agents import RealSlot
+from tests.simulation.shells.agents import RealProcess, RealSlot
 from tests.simulation.shells.bus import RealBus, RealTrainer
 from tests.simulation.shells.network import Network
 from tests.simulation.slot import Slot
@@ -91,7 +91,7 @@ class ShellWorld(World):
         self._failure: Exception | None = None
         self._failed = loop.create_future()
         self._tasks: list[asyncio.Task[Any]] = []
-        self._log_lives = 0
+        self._log_lives, self._over = 0, False
         self.network = Network(Random(f"network {seed}"), self.say)
         super().__init__(seed, None, story)
         self.promises = ShellPromises(self)
@@ -119,7 +119,11 @@ class ShellWorld(World):
 
     def at(self, delay_ms: int, act: Callable[..., None], *args: Any) -> None:
         """Do something later."""
-        self.loop.call_later(delay_ms / 1000, self.guarded, act, *args, context=callback_context())
+        self.loop.call_later(delay_ms / 1000, self._act, act, *args, context=callback_context())
+
+    def _act(self, act: Callable[..., None], *args: Any) -> None:
+        if not self._over:
+            self.guarded(act, *args)
 
     def run(self, until_ms: int) -> None:
         """Let time pass."""
@@ -180,6 +184,9 @@ class ShellWorld(World):
         """Once a second: what breaks by itself."""
         self.network.late_ms, self.network.drops = self.weather.late_ms, self.weather.drops / 4
         super().misfortune()
+        for slot in self.slots:
+            if slot.process is not None:
+                cast("RealProcess", slot.process).judge_lease()
 
     def calm(self) -> None:
         """End all faults."""
@@ -229,6 +236,7 @@ class ShellWorld(World):
 
     def end(self) -> None:
         """End all processes, and wait for their tasks."""
+        self._over = True
         for slot in list(self.slots):
             if slot.process is not None:
                 slot.process.stop()
