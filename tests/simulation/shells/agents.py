@@ -156,6 +156,8 @@ class RealProcess:
 
     async def _live(self) -> None:
         error: BaseException | None = None
+        if self.dead:  # already
+            return
         with CancelScope() as self._scope:
             try:
                 async with self.agent:
