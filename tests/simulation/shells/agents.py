@@ -261,9 +261,9 @@ class RealProcess:
                 self.world.promises.performing(cast("Process", self), effect)
 
     def judge_lease(self) -> None:
-        """P7: the end of its lease, unless it has not joined yet."""
+        """P7: the end of its lease, unless it has not joined yet, or waits for its engine to end."""
         self.commanded_ms = max(self.commanded_ms, self.published_ms)
-        if not self.state.joined:
+        if not self.state.joined or self._leaving:
             self.commanded_ms = self.world.now
         self.world.promises.leased(cast("Process", self))
 
@@ -316,6 +316,8 @@ class Backend:
             with CancelScope(shield=stubborn):
                 await self._pass(luck.choice(SLOW_MS))
             self._stubborn_ms = self.world.now if stubborn else self._stubborn_ms
+            if stubborn and rough.stray and luck.random() < 0.5:
+                raise asyncio.CancelledError
         await self._pass(luck.choice(OBSERVE_MS))
         if luck.random() < rough.stray:
             self._misbehave()
@@ -379,7 +381,7 @@ class Backend:
             case "refused":
                 return RefusedError(fault.message)
             case _ if fault.kind == LOST:
-                stray = self.luck.random() < self.world.rough.stray
+                stray = self.world.rough.stray > 0 and self.luck.random() < 0.5
                 return asyncio.CancelledError() if stray else UnansweredError(fault.message)
         return self.luck.choice((EngineError, ValueError))(fault.message)
 

@@ -41,7 +41,7 @@ GUARDS = {
     "an observation that ends late": Guard(
         "workers/driver.py",
         "if not (scope.cancel_called and isinstance(error, asyncio.CancelledError)):",
-        "if scope.cancel_called:\n                    raise\n                else:",
+        "if scope.cancel_called and isinstance(error, asyncio.CancelledError):\n                    raise\n                else:",
         23,
     ),
     "no late call": Guard(

@@ -58,7 +58,7 @@ class Rough:
     def draw(cls, rng: Random) -> Rough:
         """Draw what the backends of a world do."""
         return cls(
-            slow=rng.choice((0.0, 0.0, 0.05)),
+            slow=rng.choice((0.0, 0.05, 0.1)),
             stubborn=rng.choice((0.0, 0.5)),
             stray=rng.choice((0.0, 0.05, 0.3)),
             murder=rng.choice((0.0, 0.0, 0.0, 0.02)),
