@@ -36,14 +36,14 @@ class RealBus:
     """One life of the bus.
 
     Attributes:
-        alive: It was not killed, and not asked to close.
+        dead: It was killed.
         state: What the coordinator knows, as of the last decision that was judged.
         tickets: Orders that it was handed.
     """
 
     def __init__(self, world: ShellWorld, life: int) -> None:
         self.world, self.life = world, life
-        self.alive, self.dead = True, False
+        self.dead = self._entered = self._over = False
         self.tickets = self.opened_at = 0
         self.committing: object = None
         self.queue: tuple[()] = ()
@@ -54,6 +54,11 @@ class RealBus:
         self._ending = anyio.Event()
         self._scope: CancelScope | None = None
         self.over = anyio.Event()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is open, and was neither killed nor asked to close."""
+        return self._entered and not self._over
 
     @property
     def now_us(self) -> int:
@@ -75,7 +80,7 @@ class RealBus:
         try:
             for earlier in self.world.buses[: self.life - 1]:
                 await cast("RealBus", earlier).over.wait()
-            if self.alive:
+            if not self._over:
                 await self._serve()
         finally:
             self.over.set()
@@ -95,10 +100,11 @@ class RealBus:
         )
         bus = Bus(ADDRESS, log, config, context=cast(Any, host))
         bus.decisions.add(self._decided)
+        self._real, self._host = bus, host
         with CancelScope() as self._scope:
             try:
                 async with bus:
-                    self._real, self._host = bus, host
+                    self._entered = True
                     self.opened_at = len(world.log.records)
                     world.at(WATCH_MS, self._watch)
                     await self._ending.wait()
@@ -120,9 +126,9 @@ class RealBus:
 
     def die(self) -> None:
         """The trainer is killed."""
-        if self.alive:
+        if not self._over:
             self.world.say(f"bus {self.life} is killed")
-            self.alive, self.dead = False, True
+            self.dead = self._over = True
             self.world.survive()
             self.world.inside(self._kill)
 
@@ -134,9 +140,9 @@ class RealBus:
 
     def close(self) -> None:
         """An orderly end."""
-        if self.alive:
+        if not self._over:
             self.world.say(f"bus {self.life} closes")
-            self.alive = False
+            self._over = True
             self.world.inside(self._ending.set)
 
     # --- orders -------------------------------------------------------------------------------------------------------
