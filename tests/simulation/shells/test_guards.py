@@ -41,7 +41,8 @@ GUARDS = {
     "an observation that ends late": Guard(
         "workers/driver.py",
         "if not (scope.cancel_called and isinstance(error, asyncio.CancelledError)):",
-        "if scope.cancel_called and not isinstance(error, Exception):\n                    raise\n                else:",
+        "if scope.cancel_called and not isinstance(error, Exception):\n                    raise\n"
+        "                else:",
         0,
     ),
     "no late call": Guard(
