@@ -221,7 +221,8 @@ class RealProcess:
         if engine is not None and engine.caller is cast("Process", self):
             engine.cut()
         self.backend.die()
-        self.slot.process = None
+        if self.slot.process is cast("Process", self):
+            self.slot.process = None
 
     # --- the network --------------------------------------------------------------------------------------------------
 
@@ -263,7 +264,7 @@ class RealProcess:
     def judge_lease(self) -> None:
         """P7: the end of its lease, unless it has not joined yet, or waits for its engine to end."""
         self.commanded_ms = max(self.commanded_ms, self.published_ms)
-        if not self.state.joined or self._leaving:
+        if not self.state.joined or self.state.stopping:
             self.commanded_ms = self.world.now
         self.world.promises.leased(cast("Process", self))
 

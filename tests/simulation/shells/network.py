@@ -130,10 +130,11 @@ class _Conn:
         self.id = self.network.new_id()
         self.silent = False
         self._arrival_ms = {True: 0.0, False: 0.0}  # of the newest message, by direction
+        self._under_way: dict[bool, deque[tuple[Frames, _Deliver]]] = {True: deque(), False: deque()}
         self._ended: set[_Socket] = set()  # the sides that know of its end
         self._cut_ms: dict[bool, float] = {}  # by direction: what arrives later is lost
 
-    def carry(self, frames: Frames, *, up: bool, deliver: Callable[["_Conn", Frames], None]) -> None:
+    def carry(self, frames: Frames, *, up: bool, deliver: "_Deliver") -> None:
         """Bring a message to the other side, in order."""
         if self.silent:
             return
@@ -145,18 +146,19 @@ class _Conn:
             return
         arrival_ms = max(self._arrival_ms[up], _now_ms() + blocked_ms + delay_ms)
         self._arrival_ms[up] = arrival_ms
-        network.after(arrival_ms - _now_ms(), self._arrive, frames, up, deliver)
+        self._under_way[up].append((frames, deliver))
+        network.after(arrival_ms - _now_ms(), self._arrive, up)
 
-    def _arrive(self, frames: Frames, up: bool, deliver: Callable[["_Conn", Frames], None]) -> None:
-        receiver = self.listener if up else self.dialler
-        if self.silent or receiver.closed or receiver.host.dead or receiver in self._ended:
-            return
-        if _now_ms() >= self._cut_ms.get(up, float("inf")):
-            return
+    def _arrive(self, up: bool) -> None:
+        """Deliver the oldest message: timers of the same moment ring in any order."""
         if blocked_ms := self._blocked_ms(up):  # since it was sent
-            self.network.after(blocked_ms, self._arrive, frames, up, deliver)
+            self.network.after(blocked_ms, self._arrive, up)
             return
-        deliver(self, frames)
+        frames, deliver = self._under_way[up].popleft()
+        receiver = self.listener if up else self.dialler
+        lost = self.silent or _now_ms() >= self._cut_ms.get(up, float("inf"))
+        if not (lost or receiver.closed or receiver.host.dead or receiver in self._ended):
+            deliver(self, frames)
 
     def _blocked_ms(self, up: bool) -> float:
         return self.dialler.host.blocked_ms("pub" if self.publishes else "up" if up else "down")
@@ -184,6 +186,9 @@ class _Conn:
         if side not in self._ended:
             self._ended.add(side)
             side.lose(self)
+
+
+_Deliver = Callable[[_Conn, Frames], None]
 
 
 class _Socket:
