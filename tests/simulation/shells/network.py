@@ -128,6 +128,7 @@ class _Conn:
         self.dialler, self.listener, self.publishes = dialler, listener, dialler.publishes
         self.network = dialler.host.network
         self.id = self.network.new_id()
+        self.luck = Random(self.network.luck.random())  # of its own: a bus may send to two in any order
         self.silent = False
         self._arrival_ms = {True: 0.0, False: 0.0}  # of the newest message, by direction
         self._under_way: dict[bool, deque[tuple[Frames, _Deliver]]] = {True: deque(), False: deque()}
@@ -139,7 +140,7 @@ class _Conn:
         if self.silent:
             return
         network = self.network
-        delay_ms = 0.05 + network.luck.random() * network.late_ms
+        delay_ms = 0.05 + self.luck.random() * network.late_ms
         blocked_ms = self._blocked_ms(up)
         if blocked_ms >= DEAD_HOST_MS:
             network.after(DEAD_HOST_MS, self.cut)
@@ -165,7 +166,7 @@ class _Conn:
 
     def cut(self) -> None:
         """Break. Each side notices by itself; what is under way is lost, or the bus reads it all the same."""
-        luck = self.network.luck
+        luck = self.luck
         for side in (self.dialler, self.listener):
             self.network.after(luck.choice(NOTICED_MS), self._notice, side)
         self._cut_ms.setdefault(False, _now_ms())
@@ -180,7 +181,7 @@ class _Conn:
         if not self.silent:
             other = self.listener if by is self.dialler else self.dialler
             arrival_ms = max(0.0, self._arrival_ms[by is self.dialler] - _now_ms())
-            self.network.after(arrival_ms + self.network.luck.choice(NOTICED_MS), self._notice, other)
+            self.network.after(arrival_ms + self.luck.choice(NOTICED_MS), self._notice, other)
 
     def _notice(self, side: "_Socket") -> None:
         if side not in self._ended:
@@ -380,7 +381,7 @@ class Publisher(_Listener):
     def send_nowait(self, frames: Sequence[bytes]) -> Sent:
         self._check()
         for conn in self.conns:
-            if self.host.network.luck.random() >= self.host.network.drops:
+            if conn.luck.random() >= self.host.network.drops:
                 self._send(conn, list(frames))
         return Sent.OK
 
