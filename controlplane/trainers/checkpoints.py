@@ -58,7 +58,6 @@ class CheckpointSync:
         self._in_flight, self._quorum, self._timeout = in_flight, quorum, timeout
         self.adapter = adapter
         self._written: list[tuple[Path, int | None]] = []  # the oldest first; with its version, once that is known
-        self._absent: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         if not self._root.is_dir():
             raise ConfigError(
                 f"checkpoints {self._root}: no such directory. Make it where every agent can read it, and give it to "
@@ -93,10 +92,6 @@ class CheckpointSync:
         report = self._sync(folder.name)
         self._note_version(report.version)
         report.raise_unless_committed()
-        absent = (report.quarantined, report.unproven)
-        if absent != self._absent:
-            logger.warning("%s", report.headline)
-        self._absent = absent
         self._delete_unneeded()
         return report
 

@@ -23,6 +23,7 @@ from controlplane import ControlPlane
 from controlplane.trainers.trl import FleetSync, VllmRollouts
 
 OUT, VLLM = Path(sys.argv[1]).absolute(), sys.argv[2]
+LORA, RATE = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"), 5e-3
 STEPS, KILL_IN, LETTERS = 44, 6, sorted(pre_tokenizers.ByteLevel.alphabet())
 # The reward: the share of neighbours of which one is a small vowel and the other a small consonant.
 VOWEL = {LETTERS.index(letter): letter in "aeiou" for letter in "abcdefghijklmnopqrstuvwxyz"}
@@ -35,7 +36,7 @@ SERVER += " --distributed-executor-backend uni --enable-lora --max-lora-rank 16 
 def make_model() -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
     bytewise = Tokenizer(models.BPE({letter: number for number, letter in enumerate(LETTERS)} | {"<eos>": 256}, []))
     bytewise.pre_tokenizer, bytewise.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    sizes = {"vocab_size": 320, "hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 512}
+    sizes = {"vocab_size": 320, "hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.06}  # wide
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 256}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<eos>", pad_token="<eos>")
     return Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)), tokenizer
@@ -73,10 +74,9 @@ if __name__ == "__main__":
     torch.manual_seed(0), torch.set_num_threads(1)
     model, tokenizer = make_model()
     model.save_pretrained(OUT / "model"), tokenizer.save_pretrained(OUT / "model")
-    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     prompts = Dataset.from_dict({"prompt": [f"{number:02}: " for number in range(64)]})
     cpu = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "dataloader_pin_memory": False}
-    sizes = {"per_device_train_batch_size": 64, "max_completion_length": 32, "max_steps": 400, "learning_rate": 1e-2}
+    sizes = {"per_device_train_batch_size": 64, "max_completion_length": 32, "max_steps": 400, "learning_rate": RATE}
     rate = {"lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True}
     agents, urls = [], {}
     with ControlPlane("tcp://127.0.0.1:0", log=OUT / "run.db", checkpoints=OUT / "new") as plane:
@@ -88,7 +88,7 @@ if __name__ == "__main__":
             plane.wait_for_agents(2, timeout=300).wait()
             sync, rollouts = FleetSync(plane, quorum=1), VllmRollouts(plane, urls, max_logprob_gap=1e-4)
             bus = {"callbacks": [sync, Narrator()], "rollout_func": rollouts, "processing_class": tokenizer}
-            trainer = GRPOTrainer(model, in_turn, GRPOConfig(**sizes, **cpu, **rate), prompts, peft_config=lora, **bus)
+            trainer = GRPOTrainer(model, in_turn, GRPOConfig(**sizes, **cpu, **rate), prompts, peft_config=LORA, **bus)
             trainer.remove_callback(PrinterCallback), trainer.train()
             print(plane.adapters()["policy"].line)
         finally:

@@ -13,7 +13,7 @@ import trl
 
 from controlplane import ControlPlane
 from controlplane.trainers.completions import Rollout
-from controlplane.trainers.trl import FleetSync, VllmRollouts
+from controlplane.trainers.trl import BusWeightTransfer, FleetSync, VllmRollouts
 from schemas.errors import RolloutctlError
 
 OUT = Path(sys.argv[1])
@@ -35,6 +35,13 @@ def begin(sync: FleetSync, **changes: Any) -> str:
     return said(lambda: sync.on_train_begin(args, SimpleNamespace(global_step=0), None, model=model))
 
 
+def sharded(plane: ControlPlane) -> str:
+    """What is said of an adapter that several processes train."""
+    args = SimpleNamespace(world_size=2)
+    model = SimpleNamespace(peft_config={}, active_adapters=["default"])
+    return said(lambda: BusWeightTransfer(plane).on_train_begin(args, None, None, model=model))
+
+
 def compare(plane: ControlPlane) -> str:
     """What is said of logprobs that are not those of the trainer's model."""
     model, _ = EXAMPLE["make_model"]()
@@ -53,7 +60,8 @@ if __name__ == "__main__":
         found = {
             "processes": begin(sync, args={"world_size": 2}),
             "use_vllm": begin(sync, args={"use_vllm": True}),
-            "peft": begin(sync, peft_config={}),
+            "adapters": begin(sync, peft_config={}, active_adapters=["a", "b"]),
+            "sharded": sharded(plane),
             "agents": begin(sync),
             "every": said(lambda: FleetSync(plane, every=0)),
             "logprobs": compare(plane),

@@ -17,9 +17,9 @@ ADAPTER: Final = "policy"
 """What the bus calls the adapter that is trained."""
 
 
-def is_adapter(model: Any) -> bool:
-    """Whether nothing but an adapter of the model is trained."""
-    return hasattr(model, "peft_config")
+def adapter_of(model: Any) -> str:
+    """Return what the bus calls the adapter that is trained; empty if the whole model is. Raises as `active_of`."""
+    return ADAPTER if hasattr(model, "peft_config") and active_of(model) else ""
 
 
 def newest_of(plane: ControlPlane) -> NewestAdapter:

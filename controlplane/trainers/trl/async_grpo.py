@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from controlplane.plane import ControlPlane
 from controlplane.trainers.checkpoints import CheckpointSync
 from controlplane.trainers.completions import CompletionsClient, NewestAdapter, Rollout, again_and_again
-from controlplane.trainers.trl.adapters import ADAPTER, active_of, is_adapter, newest_of, save_adapter
+from controlplane.trainers.trl.adapters import ADAPTER, active_of, adapter_of, newest_of, save_adapter
 from controlplane.trainers.trl.prompts import prompt_ids, sampling
 from controlplane.trainers.trl.steps import BusSteps
 from schemas.errors import ConfigError, EngineError
@@ -55,18 +55,18 @@ class BusWeightTransfer(BusSteps):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **members: Any) -> None:
         """Note the model. TRL begins its first transfer after this."""
-        if not is_adapter(members["model"]):
+        adapter = adapter_of(members["model"])
+        if not adapter:
             return
         if args.world_size > 1:
             raise ConfigError(
                 f"TRL trains in {args.world_size} processes: there the adapter can't be synced alone, since TRL merges "
                 f"it in each. Without BusWeightTransfer among the callbacks, merged weights are synced"
             )
-        active_of(members["model"])
         if not self._sync.adapter:
             if self.report is not None:
                 raise ConfigError("merged weights were synced before: pass BusWeightTransfer in callbacks= at once")
-            self._sync = CheckpointSync(self._plane, adapter=ADAPTER, **self._options)
+            self._sync = CheckpointSync(self._plane, adapter=adapter, **self._options)
         self._model = members["model"]
 
     def init_weight_transfer(self) -> None:

@@ -12,7 +12,7 @@ from transformers.utils import logging
 from controlplane.plane import ControlPlane
 from controlplane.trainers.checkpoints import CheckpointSync
 from controlplane.trainers.completions import CompletionsClient, Rollout
-from controlplane.trainers.trl.adapters import ADAPTER, is_adapter, newest_of, save_adapter
+from controlplane.trainers.trl.adapters import adapter_of, newest_of, save_adapter
 from controlplane.trainers.trl.prompts import prompt_ids, sampling
 from controlplane.trainers.trl.steps import BusSteps, warn_of_unseen
 from schemas.errors import ConfigError, EngineError
@@ -60,7 +60,7 @@ class FleetSync(BusSteps):
             )
         if getattr(args, "use_vllm", False):
             raise ConfigError("use_vllm=True: TRL would sync a server of its own. Leave it False with rollout_func")
-        adapter = ADAPTER if is_adapter(members["model"]) else ""
+        adapter = adapter_of(members["model"])
         if adapter != self._sync.adapter:
             self._sync = CheckpointSync(self._plane, adapter=adapter, **self._options)
         self._sync.require_replicas()
@@ -128,7 +128,7 @@ class VllmRollouts:
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Return what `GRPOTrainer` asks for: `prompt_ids`, `completion_ids` and `logprobs`, a list for each prompt."""
         ids = [prompt_ids(prompt, trainer.processing_class, trainer.args) for prompt in prompts]
-        adapter = self._adapter if is_adapter(trainer.model) else None
+        adapter = self._adapter if adapter_of(trainer.model) else None
         completions = self._client.generate(ids, sampling(trainer.args), adapter)
         self.replicas = tuple(sorted({completion.replica for completion in completions}))
         if self._max_gap is not None:
