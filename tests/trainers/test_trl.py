@@ -36,7 +36,7 @@ OTHER: Final = 1e-2
 
 LORA: Final = DEMO.with_name("grpo_lora.py")
 
-STEP: Final = re.compile(r"step (\d+): reward ([\d.]+), replicas \(([\d, ]+)\), logprobs off by (\S+)")
+STEP: Final = re.compile(r"step (\d+): reward ([\d.]+), replicas \(([\d, ]+)\), logprobs off by (\de[-+]\d+)")
 
 
 @contextmanager
