@@ -116,8 +116,10 @@ class StandInServer:
     async def resume_kv_cache(self) -> None:
         self._asleep.discard("kv_cache")
 
-    async def load(self, tensors: dict[str, torch.Tensor], step: int | None, lora: Any = None) -> None:
-        """Take all tensors of the model, or of its adapter, whose settings are `lora`.
+    async def load(
+        self, tensors: dict[str, torch.Tensor], step: int | None, lora: dict[str, Any] | None = None
+    ) -> None:
+        """Take all tensors of the model, or of its adapter with the settings `lora`.
 
         Not of verl's servers, which are sent them through shared memory. Those too hold one adapter, and replace it.
         """
@@ -126,9 +128,10 @@ class StandInServer:
         if lora is None:
             self._model.load_state_dict(tensors, strict=False)
         else:
-            from peft import get_peft_model, set_peft_model_state_dict
+            from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
-            self._adapter = self._adapter or get_peft_model(self._model, lora)  # inside of the model
+            settings = LoraConfig(**{name: lora[name] for name in ("r", "lora_alpha", "target_modules")})
+            self._adapter = self._adapter or get_peft_model(self._model, settings)  # inside of the model
             assert not set_peft_model_state_dict(self._adapter, tensors).unexpected_keys
         self._digest = digest(tensors)
         what = "loaded" if lora is None else "adapted"
