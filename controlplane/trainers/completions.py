@@ -79,7 +79,7 @@ class CompletionsClient:
         Args:
             prompts: Token ids of each.
             sampling: Other fields of the request, such as `max_tokens` and `temperature`.
-            adapter: Which LoRA adapter to name, and of whom; None for the weights themselves.
+            adapter: Looks up the LoRA adapter to name, and which replicas hold it; None for the weights themselves.
 
         Raises:
             ConfigError: A replica that serves has no URL, or an URL no vLLM, before anything was ever sampled.

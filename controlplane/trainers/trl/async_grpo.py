@@ -54,7 +54,6 @@ class BusWeightTransfer(BusSteps):
         self.report: SyncReport | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **members: Any) -> None:
-        """Note the model. TRL begins its first transfer after this."""
         adapter = adapter_of(members["model"])
         if not adapter:
             return
@@ -67,7 +66,7 @@ class BusWeightTransfer(BusSteps):
             if self.report is not None:
                 raise ConfigError("merged weights were synced before: pass BusWeightTransfer in callbacks= at once")
             self._sync = CheckpointSync(self._plane, adapter=adapter, **self._options)
-        self._model = members["model"]
+        self._model = members["model"]  # TRL's own callback, which begins the first transfer, comes after this one
 
     def init_weight_transfer(self) -> None:
         self._sync.require_replicas()
