@@ -84,6 +84,8 @@ def test_what_cannot_work_is_refused_by_one_line(tmp_path: Path) -> None:
     assert found["use_vllm"].startswith("ConfigError: use_vllm=True: TRL would sync a server of its own.")
     assert found["adapters"].startswith("ConfigError: the active adapters of the model are ['a', 'b']: engines serve")
     assert found["sharded"].startswith("ConfigError: TRL trains in 2 processes: there the adapter can't be synced")
+    files = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    assert found["saved"] == {"default": ["q_proj", *files], "other": ["v_proj", *files]}
     assert found["agents"].startswith("AgentsMissing: no agent of a replica has joined the bus at tcp://127.0.0.1:")
     assert found["every"].startswith("ConfigError: every is 0")
     assert re.match(r"EngineError: vLLM's logprobs differ .* more than 0\.0001: replica 1 by [4-9]", found["logprobs"])

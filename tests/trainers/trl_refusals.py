@@ -10,10 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import trl
+from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
 
 from controlplane import ControlPlane
 from controlplane.trainers.completions import Rollout
 from controlplane.trainers.trl import BusWeightTransfer, FleetSync, VllmRollouts
+from controlplane.trainers.trl.adapters import save_adapter
 from schemas.errors import RolloutctlError
 
 OUT = Path(sys.argv[1])
@@ -42,6 +45,20 @@ def sharded(plane: ControlPlane) -> str:
     return said(lambda: BusWeightTransfer(plane).on_train_begin(args, None, None, model=model))
 
 
+def saved() -> dict[str, list[str]]:
+    """What engines get of a model with two adapters, whichever is trained."""
+    model = get_peft_model(EXAMPLE["make_model"]()[0], LoraConfig(r=2, target_modules=["q_proj"]))
+    model.add_adapter("other", LoraConfig(r=4, target_modules=["v_proj"]))
+    found: dict[str, list[str]] = {}
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        save_adapter(model, OUT / name)
+        with safe_open(OUT / name / "adapter_model.safetensors", "pt") as tensors:
+            modules = {tensor.split(".")[-3] for tensor in tensors.keys()}  # noqa: SIM118  # it is no dictionary
+        found[name] = [*sorted(modules), *sorted(file.name for file in (OUT / name).iterdir())]
+    return found
+
+
 def compare(plane: ControlPlane) -> str:
     """What is said of logprobs that are not those of the trainer's model."""
     model, _ = EXAMPLE["make_model"]()
@@ -65,6 +82,7 @@ if __name__ == "__main__":
             "agents": begin(sync),
             "every": said(lambda: FleetSync(plane, every=0)),
             "logprobs": compare(plane),
+            "saved": saved(),
             "seen": [*warnings],
         }
         trl.__version__ = "2.0.0"
