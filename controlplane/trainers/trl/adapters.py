@@ -4,14 +4,12 @@ Nothing here imports PEFT: a model is asked for what every `PeftModel` has, as o
 """
 
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from controlplane.plane import ControlPlane
 from controlplane.trainers.completions import NewestAdapter
 from schemas.errors import ConfigError
-from schemas.reports import AdapterStatus
 
 ADAPTER: Final = "policy"
 """What the bus calls the adapter that is trained."""
@@ -24,11 +22,7 @@ def adapter_of(model: Any) -> str:
 
 def newest_of(plane: ControlPlane) -> NewestAdapter:
     """Return what looks up the newest version of the adapter, and which replicas hold it."""
-    return partial(_newest, plane)
-
-
-def _newest(plane: ControlPlane) -> AdapterStatus | None:
-    return plane.adapters().get(ADAPTER)
+    return lambda: plane.adapters().get(ADAPTER)
 
 
 def active_of(model: Any) -> str:

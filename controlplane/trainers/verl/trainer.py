@@ -127,7 +127,7 @@ def _refuse_adapter(config: Any) -> None:
         raise ConfigError(
             "a LoRA adapter is trained, and model.lora.merge is off: verl then sends separate replicas the frozen base "
             "weights at each update and never the adapter, so they would sample from the first policy for ever. Set "
-            "+actor_rollout_ref.model.lora.merge=True, or trainer.v1.trainer_mode=rolloutctl_sync"
+            "actor_rollout_ref.model.lora.merge=True, or trainer.v1.trainer_mode=rolloutctl_sync"
         )
 
 
