@@ -21,6 +21,7 @@ from controlplane.bus.thread import BusThread
 from controlplane.engine_commands import EngineCommands, Replicas, target_of
 from controlplane.machine.events import OnUnreachable
 from controlplane.machine.fleet_view import FleetView
+from controlplane.machine.provenance import Provenance
 from controlplane.record.log import RunLog
 from controlplane.sending import SendWeights, send_when_loading
 from controlplane.steps import Profiling, Step
@@ -250,6 +251,24 @@ class ControlPlane(EngineCommands):
             BusFaulted, BusClosed: Nothing is known of it.
         """
         return self.bus.view()
+
+    def provenance(self, answer: object, *, replica: int | None = None, model: str = "") -> list[Provenance]:
+        """Return which weights made each sequence of an engine's answer, and whether that is proven.
+
+        Takes microseconds, and no turn of the bus. `accepts` says whether to train on one.
+
+        Args:
+            answer: As JSON decoded it, or the engine's own object: SGLang's `/generate`, completions and chat, vLLM's
+                `RequestOutput` and `/inference/v1/generate`, verl's `TokenOutput`; or a list of them.
+            replica: That made it; None if that is not known.
+            model: The engine's name of an adapter's version, such as `policy-v7`, if the request named one and the
+                answer does not. Labels count for base weights alone: engines have one, whatever adapter made a token.
+
+        Raises:
+            ConfigError: The answer says nothing of its weights, or not how many tokens it has.
+            BusFaulted, BusClosed: Nothing is known of the fleet.
+        """
+        return self.bus.view().provenance(answer, replica=replica, model=model)
 
     def wait_for_agents(self, count: int, timeout: float = 60.0) -> Ticket[FleetStatus]:
         """Wait until `count` agents are live, and every live replica is proven to serve.

@@ -250,7 +250,7 @@ def adapter_statuses(state: CoordinatorState) -> dict[str, AdapterStatus]:
             version=entry.adapter.version,
             model=entry.adapter.model,
             path=entry.adapter.path,
-            replicas=tuple(member.hello.identity.replica for member in members if _holds(state, member, entry)),
+            replicas=tuple(member.hello.identity.replica for member in members if holds_adapter(state, member, entry)),
             oldest=oldest_adapter(state, name),
         )
         for name, entry in sorted(served.items())
@@ -275,8 +275,14 @@ def _newest(known: KnownAdapter) -> UsedAdapter | None:
     return max(live, key=lambda entry: entry.adapter.version, default=None)
 
 
-def _holds(state: CoordinatorState, member: Member, entry: UsedAdapter) -> bool:
-    """Whether a replica that serves is proven to hold a version: by its answer to the sync, or its newest status."""
+def holds_adapter(state: CoordinatorState, member: Member, entry: UsedAdapter) -> bool:
+    """Return whether a replica that serves is proven to hold a version: by its answer to the sync, or its status.
+
+    Args:
+        state: The run.
+        member: The agent that speaks for the replica.
+        entry: The version.
+    """
     adapter, status, replica = entry.adapter, member.status, member.hello.identity.replica
     wanted = state.desired.get(replica, state.default_desired).adapters.get(adapter.name)
     if wanted is None or adapter not in wanted.versions:

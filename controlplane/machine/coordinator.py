@@ -37,6 +37,7 @@ from controlplane.machine.coordinator_state import (
     member_at,
     send,
 )
+from controlplane.machine.provenance import with_holders
 from controlplane.machine.publishing import oversize, publish, retransmit
 from controlplane.machine.replicas import note_outcomes
 from schemas.commands import EpochStart, Target
@@ -162,7 +163,7 @@ def _on_answers(state: CoordinatorState, event: events.AnswersReceived, effects:
         new.setdefault(answer.seq, {}).setdefault(name, outcome)
     for seq, outcomes in sorted(new.items()):
         state = sessions.withdraw_failed_session(state, commands[seq], outcomes.values())
-        state = note_outcomes(state, commands[seq].command, outcomes.values())
+        state = with_holders(note_outcomes(state, commands[seq].command, outcomes.values()), outcomes)
     open_commands = (
         replace(command, outcomes={**command.outcomes, **new[command.record.seq]})
         if command.record.seq in new
