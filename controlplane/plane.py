@@ -21,8 +21,9 @@ from controlplane.bus.thread import BusThread
 from controlplane.engine_commands import EngineCommands, Replicas, target_of
 from controlplane.machine.events import OnUnreachable
 from controlplane.machine.fleet_view import FleetView
-from controlplane.machine.provenance import Provenance
+from controlplane.machine.provenance import Provenance, Verdict, accepts
 from controlplane.record.log import RunLog
+from controlplane.samples import SampleCounts
 from controlplane.sending import SendWeights, send_when_loading
 from controlplane.steps import Profiling, Step
 from controlplane.tickets import Ticket
@@ -107,6 +108,7 @@ class ControlPlane(EngineCommands):
         folder = keys or os.environ.get(KEYS_VARIABLE)
         self._keys = KeyFolder(Path(folder)) if folder else None
         self._begun: Step | None = None
+        self._samples, self._step = SampleCounts(), 0
         self._senders: list[threading.Thread] = []
         self._opened: BusThread | None = None
         self._owner: threading.Thread | None = None
@@ -163,6 +165,7 @@ class ControlPlane(EngineCommands):
         if self._opened is None or self._opened.misused is not None:  # a fork leaves its parent's open
             return
         opened = self._opened
+        self._record_samples()
         try:
             self._profiling.close()
         finally:
@@ -270,6 +273,35 @@ class ControlPlane(EngineCommands):
         """
         return self.bus.view().provenance(answer, replica=replica, model=model)
 
+    def accepts(
+        self,
+        provenance: Provenance,
+        *,
+        max_staleness: int | None = None,
+        mixed: bool = True,
+        unproven: bool = False,
+    ) -> Verdict:
+        """Return whether a sequence may be trained on, by the versions that made it: true, or false with a `reason`.
+
+        Each is counted, and the counts of each step are in the log: the report, `rolloutctl log verify` and the metrics
+        have them.
+
+        Args:
+            provenance: Of the sequence.
+            max_staleness: How many versions behind the newest committed one its oldest token may be; None for any
+                number.
+            mixed: Take sequences that more than one version made, as those that ran during a sync with `keep`.
+            unproven: Take tokens of weights that their replica was not proven to hold, or that the run does not know.
+                `log verify` names them. Those of an aborted sync are never taken.
+        """
+        verdict = accepts(provenance, max_staleness=max_staleness, mixed=mixed, unproven=unproven)
+        self._samples.add(provenance, accepted=bool(verdict))
+        return verdict
+
+    def _record_samples(self) -> None:
+        if self._opened is not None and (counts := self._samples.take()):
+            self._bus.note_samples(self._step, counts)
+
     def wait_for_agents(self, count: int, timeout: float = 60.0) -> Ticket[FleetStatus]:
         """Wait until `count` agents are live, and every live replica is proven to serve.
 
@@ -363,6 +395,7 @@ class ControlPlane(EngineCommands):
             SyncInProgress: From the ticket. Another sync has not ended yet.
         """
         bus = self.bus
+        self._record_samples()
         source, manifest = self._checked_source(source, manifest, content)
         ticket = bus.sync(
             version,
@@ -416,6 +449,7 @@ class ControlPlane(EngineCommands):
             CommandError: From the ticket. The version or the path was used before, or the base is another.
             SyncInProgress: From the ticket. Another sync of this adapter has not ended yet.
         """
+        self._record_samples()
         place = Path(path).as_posix()  # engines are asked for what they list by this very path
         found = read_checkpoint(resolve_below(self._checkpoints, place), adapter=True)
         return self.bus.sync(
@@ -486,6 +520,8 @@ class ControlPlane(EngineCommands):
         Opens and closes profiling sessions as configured. Never raises for profiling that failed: a warning is logged,
         and the report is in `profile_reports`.
         """
+        self._record_samples()
+        self._step = max(0, global_step)
         return Step(self._profiling, global_step)
 
     def oldest_version(self) -> int:

@@ -13,7 +13,7 @@ from schemas.config import BusConfig
 from schemas.desired import Committed, Desired
 from schemas.identity import Count, Positive, agent_of
 from schemas.outcomes import Missing
-from schemas.reports import AgentOutcome, Report
+from schemas.reports import AgentOutcome, Report, SampleStatus
 from schemas.wire import CommandRecord, Downward, Hello, Rejoin
 
 UNSEEN_STOP: Final = -1
@@ -212,6 +212,7 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
         trainer_session: Step of the profiling session that the trainer opened, until a stop of that step.
         adapters: LoRA adapters, by name.
         discarded_seq: Position of the newest sleep after which engines have to load their adapters again.
+        samples: What the trainer has judged.
     """
 
     run: str = ""
@@ -232,6 +233,7 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     trainer_session: Count | None = None
     adapters: Mapping[str, KnownAdapter] = {}
     discarded_seq: Count = 0
+    samples: SampleStatus | None = None
 
     @property
     def sync(self) -> Sync | None:

@@ -5,18 +5,18 @@ the run, whether a sync committed them, and which replicas were ever proven to h
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from controlplane.machine.adapters import holds_adapter
 from controlplane.machine.coordinator_state import CoordinatorState, LoadedWeights, Member, UsedAdapter
+from controlplane.machine.events import Proof, SamplesCounted
 from controlplane.machine.replicas import holds_committed, is_primary
 from controlplane.machine.versions import label_of
 from schemas.identity import LAUNCH_LABEL
-
-Proof = Literal["proven", "launch", "unproven", "aborted", "unknown"]
+from schemas.reports import SampleStatus
 
 
 class LabelledTokens(NamedTuple):
@@ -171,6 +171,26 @@ def _proof(*, committed: bool, holders: tuple[int, ...], open_: bool, replica: i
         return "unproven" if open_ else "aborted"
     held = bool(holders) if replica is None else replica in holders
     return "proven" if held else "unproven"
+
+
+def mean_staleness(event: SamplesCounted) -> float | None:
+    """Return by how many versions the tokens of a record were behind, on average; None if that is not known."""
+    known = [(count.staleness, count.tokens) for count in event.counts if count.staleness is not None]
+    tokens = sum(tokens for _, tokens in known)
+    return sum(staleness * tokens for staleness, tokens in known) / tokens if tokens else None
+
+
+def with_counted(samples: SampleStatus | None, event: SamplesCounted) -> SampleStatus:
+    """Return what the trainer has judged in all.
+
+    Args:
+        samples: Before; None if it has judged nothing yet.
+        event: What it has judged since.
+    """
+    before = samples or SampleStatus()
+    accepted = sum(count.sequences for count in event.counts if count.accepted)
+    refused = sum(count.sequences for count in event.counts if not count.accepted)
+    return SampleStatus(before.accepted + accepted, before.refused + refused, mean_staleness(event))
 
 
 # --- what replicas are proven to hold ---------------------------------------------------------------------------------
