@@ -30,7 +30,7 @@ async def await_agents(bus: Bus, count: int, timeout_s: float) -> FleetStatus:
     Raises:
         AgentsMissing: Names what each known agent still lacks.
     """
-    since_us, until = await bus.refresh_statuses(), current_time() + timeout_s
+    since_us, until = bus.refresh_statuses(), current_time() + timeout_s
     while (left_s := until - current_time()) > 0:
         with move_on_after(min(SAY_AGAIN_S, left_s)):
             await bus.wait_until(lambda state: all_serve(state, count, since_us))

@@ -85,7 +85,7 @@ class RunHeader(Struct, frozen=True, kw_only=True, rename={"created_ns": "create
 class RunLog:
     """The log of one run, open for writing. Created by `open`; a context manager.
 
-    Use it from one thread. Only `commit` may run in another one.
+    Use it from one thread.
 
     Attributes:
         run: Id of the run.
@@ -317,9 +317,9 @@ class RunLog:
         """Return the number of the newest decision of a journal that the log has; 0 if it has none."""
         return self._recorded.get(agent, {}).get(journal, 0)
 
-    def commit(self, *, wait: bool = True) -> None:
+    def commit(self) -> None:
         """Write what was appended, as one group. Raises LogLocked, LogFull or LogError, as `RecordFile.commit`."""
-        self._file.commit(wait=wait)
+        self._file.commit()
 
     def close(self) -> None:
         """Write what was appended, and close, even if the writing raises. May be called twice."""

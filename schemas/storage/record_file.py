@@ -24,7 +24,7 @@ from typing import Final, Self
 from schemas.errors import ConfigError, LogError
 from schemas.storage import database, writer_lock
 from schemas.storage.checkpointer import Checkpointer
-from schemas.storage.database import BUSY_S, OWN_KEYS, Durability
+from schemas.storage.database import OWN_KEYS, Durability
 from schemas.storage.filesystems import check_regular
 from schemas.storage.records import MARK, RecordReader, Row, checksum
 from schemas.storage.writer_lock import FileId
@@ -37,8 +37,7 @@ _MarkRow = tuple[int, int, int, bytes]
 class RecordFile(RecordReader):
     """Writes a record file. Made by `open`, which creates the file or appends to it; use it as a context manager.
 
-    Call `append` from one thread. `commit` may run in another one, so that an event loop need not wait for the disk.
-    Its own reading methods return committed records; while another thread commits, read through a RecordReader.
+    Use it from one thread. Its own reading methods return committed records.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection, file: FileId, durability: Durability) -> None:
@@ -50,7 +49,6 @@ class RecordFile(RecordReader):
         self._pending: list[Row] = []
         self._pending_marks: list[_MarkRow] = []
         self._committing = threading.Lock()
-        self._waits = True  # a statement waits for another program's lock
         self._faulted = ""  # why no more records are taken
         self._writing = False  # also after a write that failed or was interrupted
         self._cursor = connection.cursor()
@@ -125,16 +123,13 @@ class RecordFile(RecordReader):
         position = self._next - 1
         self._pending_marks.append((position, at_ns, checksum(position, at_ns, MARK, "", body), body))
 
-    def commit(self, *, wait: bool = True) -> int:
+    def commit(self) -> int:
         """Write all buffered records as one group, and return the position of the last committed record.
 
         If it raises, nothing of the group is in the file, and all of it is still buffered.
 
-        Args:
-            wait: Wait some seconds for another program that has the file locked.
-
         Raises:
-            LogLocked: Another program has the file locked. Try again.
+            LogLocked: Another program has had the file locked for some seconds. Try again.
             LogFull: Try again once there is space.
             LogError: After a failed flush, every later call raises it too: the system forgets what it could not write,
                 so a later flush would succeed and prove nothing. The same once another program has deleted, replaced
@@ -142,13 +137,9 @@ class RecordFile(RecordReader):
         """
         with self._committing:
             self._check()
-            if wait is not self._waits:
-                self._connection.execute(f"PRAGMA busy_timeout = {1000 * BUSY_S if wait else 0}")
-                self._waits = wait
             if self._writing:
                 self._note_written()
-            marks = self._pending_marks[:]  # taken first: `append` may add more meanwhile
-            group = self._pending[:]
+            group, marks = self._pending[:], self._pending_marks[:]
             if group or marks or self._dropped_before:
                 self._write(group, marks)
             return self._last
