@@ -1,22 +1,20 @@
 """`rolloutctl agent`: runs one agent beside one node of a replica until it is stopped."""
 
 import signal
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import click
-from anyio import CancelScope
 from click.core import ParameterSource
 from msgspec.structs import replace
 
+from controlplane.cli import interrupt
 from controlplane.cli.command_line import Command, api_key_file, metrics_port
 from controlplane.cli.config_file import config_text, read_config_file, require_trusted
-from controlplane.cli.interrupt import end_soon
 from schemas.commands import ProfilePlan
 from schemas.config import TIMEOUT_MAX_S, AgentConfig, milliseconds
-from schemas.errors import ConfigError, RolloutctlError
+from schemas.errors import ConfigError
 from schemas.identity import GPUS_PER_NODE_MAX, NODES_MAX, REPLICAS_MAX, Identity, RolloutMode
 from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig, read_config
@@ -260,11 +258,7 @@ def agent(
         config=config,
         keys=keys,
     )
-    uvloop = find_spec("uvloop") is not None
-    metrics = options["metrics_port"]
-    interrupted = anyio.run(_serve, node, bus, router, metrics, backend_options={"use_uvloop": uvloop})
-    if interrupted:
-        raise click.Abort
+    interrupt.run(_serve, node, bus, router, options["metrics_port"], ends=(signal.SIGTERM,))
 
 
 def _identity(options: dict[str, Any], gpus_per_node: int, mode: RolloutMode) -> Identity:
@@ -275,26 +269,14 @@ def _identity(options: dict[str, Any], gpus_per_node: int, mode: RolloutMode) ->
         raise ConfigError(str(error)) from None
 
 
-async def _serve(node: Agent, bus: str, router: "RouterRegistration | None", metrics: str | None) -> bool:
-    """Return whether Ctrl-C ended it."""
-    signals: list[signal.Signals] = []
-    failure: RolloutctlError | None = None
-    async with anyio.create_task_group() as tasks:
-        await tasks.start(_end_on_signal, tasks.cancel_scope, signals)
-        try:
-            async with node as running:
-                logger.info("agent %s is up and connects to %s", node.identity.agent, bus)
-                if router is not None:
-                    tasks.start_soon(router.follow, running)
-                if metrics is not None:
-                    _serve_metrics(running, metrics)
-                await running.run()
-        except RolloutctlError as error:  # raised below: the task group would wrap it
-            failure = error
-            tasks.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
-    return signal.SIGINT in signals
+async def _serve(node: Agent, bus: str, router: "RouterRegistration | None", metrics: str | None) -> None:
+    async with node as running, anyio.create_task_group() as tasks:
+        logger.info("agent %s is up and connects to %s", node.identity.agent, bus)
+        if router is not None:
+            tasks.start_soon(router.follow, running)
+        if metrics is not None:
+            _serve_metrics(running, metrics)
+        await running.run()
 
 
 def _serve_metrics(node: Agent, address: str) -> None:
@@ -304,19 +286,6 @@ def _serve_metrics(node: Agent, address: str) -> None:
 
     served, _ = serve_metrics(AgentCollector(node), address)
     logger.info("agent %s: metrics at %s", node.identity.agent, served)
-
-
-async def _end_on_signal(
-    scope: CancelScope, seen: list[signal.Signals], *, task_status: anyio.abc.TaskStatus[None]
-) -> None:
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        task_status.started()
-        async for received in signals:
-            seen.append(received)
-            logger.info("%s: shutting down", received.name)
-            if received is signal.SIGINT:
-                end_soon()
-            scope.cancel()
 
 
 def _profiler(options: dict[str, Any]) -> ProfilerConfig:

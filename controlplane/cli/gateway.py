@@ -8,8 +8,8 @@ from typing import Any
 import anyio
 import click
 
+from controlplane.cli import interrupt
 from controlplane.cli.command_line import RUN_HELP, Command, api_key_file, metrics_port, serve_bus_metrics
-from controlplane.cli.interrupt import end_soon
 from controlplane.plane import ControlPlane
 from schemas.config import TIMEOUT_MAX_S
 from schemas.errors import ConfigError, ExtraMissing
@@ -94,22 +94,12 @@ def gateway(
         )
         if options["metrics_port"] is not None:
             serve_bus_metrics(plane, options["metrics_port"])
-        interrupted = anyio.run(_serve, served, plane.address)
-    if interrupted:
-        raise click.Abort
+        interrupt.run(_serve, served, plane.address, ends=(signal.SIGTERM,))
 
 
-async def _serve(served: Any, address: str) -> bool:
-    """Serve until a signal. Return whether it was Ctrl-C."""
+async def _serve(served: Any, address: str) -> None:
     async with anyio.create_task_group() as tasks:
-        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-            await tasks.start(served.serve)
-            click.echo(f"agents connect to {address}")
-            for replica, url in enumerate(served.base_urls()):
-                click.echo(f"replica {replica}: {url}")
-            async for received in signals:
-                if received is signal.SIGINT:
-                    end_soon()
-                tasks.cancel_scope.cancel()
-                return received is signal.SIGINT
-    return False
+        await tasks.start(served.serve)
+        click.echo(f"agents connect to {address}")
+        for replica, url in enumerate(served.base_urls()):
+            click.echo(f"replica {replica}: {url}")
