@@ -47,11 +47,6 @@ PublishProfile = Callable[[ProfileCommand, Target, int], Ticket[Report]]
 class Profiling:
     """The profiling of one run, driven by its steps.
 
-    Args:
-        config: Which steps to profile, and how.
-        publish: Hands a command to the bus.
-        fleet: Returns the identities of the live agents.
-
     Attributes:
         reports: Reports of the profile commands, newest last.
 

@@ -22,11 +22,6 @@ LACKS_SHOWN: Final = 4
 async def await_agents(bus: Bus, count: int, timeout_s: float) -> FleetStatus:
     """Wait until this many agents are live, and none of them lacks anything.
 
-    Args:
-        bus: The open bus.
-        count: Agents that must be live.
-        timeout_s: Seconds to wait.
-
     Raises:
         AgentsMissing: Names what each known agent still lacks.
     """

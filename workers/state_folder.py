@@ -29,9 +29,6 @@ def state_folder(bus: str) -> Path:
     It is below `$XDG_STATE_HOME`, or `~/.local/state`. If that is on a network file system, it is below `/var/tmp`, and
     a line in the log says so.
 
-    Args:
-        bus: Address of the bus, as the agents have it.
-
     Raises:
         ConfigError: It can't be created, or belongs to another user.
     """

@@ -35,9 +35,6 @@ _VERSION: Final = b"1.0"
 class Access:
     """The keys of one bus while it runs.
 
-    Args:
-        folder: Where they are.
-
     Attributes:
         pair: The bus's own.
 

@@ -146,20 +146,7 @@ class Bus(BusLoop):
         sends: bool = False,
         adapter: AdapterRequest | None = None,
     ) -> Ticket[SyncReport]:
-        """Hand a weight sync to the bus. Otherwise like `publish`.
-
-        Args:
-            version: Of the weights; None for the next one.
-            source: Where the weights are.
-            manifest: What the source must hold, if that is known.
-            in_flight: What happens to running requests.
-            quorum: Replicas that must load; None for more than half.
-            target: Replicas that take part.
-            timeout_ms: For each phase.
-            on_unreachable: Whether a phase waits for an engine that is down.
-            sends: The caller sends the weights, and says by `note_sent` when it has. Nothing is committed before that.
-            adapter: The LoRA adapter that it is a version of; None for base weights.
-        """
+        """Hand a weight sync to the bus, like `publish`. The arguments are those of `ControlPlane.sync_weights`."""
         ticket: Ticket[SyncReport] = self.callers.new_ticket(PHASES * timeout_ms * 1000)
         order = events.SyncRequested(
             at_us=0,

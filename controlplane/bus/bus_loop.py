@@ -73,9 +73,6 @@ _NIL: Final = b"\xc0"
 class BusLoop:
     """What one life of a bus does each time that something wakes it. `Bus` owns what it works on.
 
-    Args:
-        log: Open.
-
     Attributes:
         state: What the coordinator knows.
         fault: Why the bus has stopped, if it has.

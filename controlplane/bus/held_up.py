@@ -29,16 +29,7 @@ KEPT_BYTES_MAX: Final = 64 * 1024 * 1024
 
 
 class HeldUp:
-    """Answers operators while a turn is held up.
-
-    Args:
-        clock: Says whether one is.
-        arrived: Messages that wait for a turn.
-        router: Returns the socket that they come from.
-        status: Makes the status.
-        framed: Puts an answer behind the connection that it is for.
-        callers: Have the operators whose commands a turn has taken.
-    """
+    """Answers operators while a turn is held up."""
 
     def __init__(
         self,

@@ -71,13 +71,7 @@ def decision_body(event: CoordinatorEvent, effects: tuple[CoordinatorEffect, ...
 
 
 def upload_body(journal: str, first: int, decisions: Sequence[Decision]) -> bytes:
-    """Return the body of decisions of an agent.
-
-    Args:
-        journal: Id of the agent's journal.
-        first: Number of the first decision in it.
-        decisions: They follow each other.
-    """
+    """Return the body of decisions of an agent. They follow each other in its journal, from number `first` on."""
     events = [decision.event for decision in decisions]
     return deflated(encode(UploadBody(journal, first, events, [decision.effects for decision in decisions])))
 
@@ -107,11 +101,7 @@ def read_entries(record: Record, journal: str = "") -> list[LogEntry]:
 
 
 class EntryReader:
-    """Decodes the records of a log, or of an agent's journal, whose records are its decisions.
-
-    Args:
-        reader: Of the file.
-    """
+    """Decodes the records of a log, or of an agent's journal, whose records are its decisions."""
 
     def __init__(self, reader: RecordReader) -> None:
         self._path, self._journal = reader.path, reader.header.get("journal", "")

@@ -265,14 +265,7 @@ class RunLog:
         at_ns: int,
         state: CoordinatorState | None = None,
     ) -> None:
-        """Append one decision of the coordinator. The next `commit` writes it.
-
-        Args:
-            event: What happened.
-            effects: What followed.
-            at_ns: Wall clock.
-            state: The coordinator after this decision, for a mark if one is due; None for no mark.
-        """
+        """Append one decision of the coordinator, and a mark of the state if one is due. `commit` writes both."""
         self._append(str(event.__struct_config__.tag), "", at_ns, decision_body(event, effects))
         if isinstance(event, AnswersReceived):
             self._unmarked_records += len(event.answers)

@@ -34,12 +34,7 @@ _encode = Encoder().encode
 
 
 def encode_mark(state: CoordinatorState, recorded: dict[str, dict[str, int]]) -> bytes:
-    """Return the body of a mark.
-
-    Args:
-        state: Of the coordinator.
-        recorded: By agent and journal, the number of the newest decision that the log has.
-    """
+    """Return the body of a mark."""
     return _encode(CoordinatorMark(logic=LOGIC, state=Raw(_encode(state)), recorded=recorded))
 
 

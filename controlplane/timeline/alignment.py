@@ -53,9 +53,6 @@ class OffsetEstimate(NamedTuple):
 class AgentClock:
     """The two clocks of one incarnation of an agent.
 
-    Args:
-        peer: `agent/incarnation`.
-
     Attributes:
         early_ns: How long before its issue a command seems to have been received, at most.
     """

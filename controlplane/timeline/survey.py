@@ -61,12 +61,7 @@ class ReportedTrace(NamedTuple):
 def decode_entries(
     entries: Iterable[LogEntry], unreadable: list[int] | None = None
 ) -> Iterator[BusRecord | AgentRecord]:
-    """Yield the records that this version can read.
-
-    Args:
-        entries: The log.
-        unreadable: Receives the positions of all other records.
-    """
+    """Yield the records that this version can read. The positions of all others go to `unreadable`."""
     peers: dict[str, str] = {}
     for entry in entries:
         try:

@@ -58,20 +58,12 @@ def read_checkpoint(directory: Path, adapter: bool, content: bool = False) -> Ch
 
 
 def config_digest(config: bytes) -> str:
-    """Return the sha256 of an adapter's configuration, in hex.
-
-    Args:
-        config: The content of its file.
-    """
+    """Return the sha256 of an adapter's configuration, in hex."""
     return hashlib.sha256(config).hexdigest()
 
 
 def read_config(directory: Path) -> bytes:
-    """Return an adapter's configuration. Raises CheckpointError if there is none that can be read.
-
-    Args:
-        directory: Of the adapter, as PEFT writes it.
-    """
+    """Return an adapter's configuration. Raises CheckpointError if there is none that can be read."""
     path = directory / ADAPTER_CONFIG
     with open_file(path) as file:
         config = file.read(CONFIG_BYTES_MAX + 1)

@@ -90,11 +90,7 @@ def release(file: FileId) -> None:
 
 
 class Watch:
-    """Notices when another program takes a file away, puts another in its place or cuts it off.
-
-    Args:
-        path: Without symbolic links.
-    """
+    """Notices when another program takes a file away, replaces it or cuts it off. Its path has no symbolic links."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -117,9 +117,6 @@ class AsyncZmqSocket:
     async def serve(self, receive: Callable[[list[bytes]], None]) -> None:
         """Pass the frames of each message to `receive`, in order, until cancelled. No `recv` beside it.
 
-        Args:
-            receive: Called in the loop.
-
         Raises:
             ClosedResourceError: The socket was closed.
             Exception: Whatever `receive` raises.

@@ -33,12 +33,7 @@ CONNECTION_S: Final = 10.0
 
 
 class TableCollector(Collector, ABC):
-    """Families that are read at each scrape, and others that were counted before. May be scraped from any thread.
-
-    Args:
-        table: What is read.
-        counted: Metrics of `prometheus_client`, in no registry.
-    """
+    """Families that are read at each scrape, and others that were counted before. May be scraped from any thread."""
 
     def __init__(self, table: Table, counted: Iterable[MetricWrapperBase]) -> None:
         self._table, self._counted = table, tuple(counted)

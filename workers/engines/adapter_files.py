@@ -55,10 +55,6 @@ def adapter_path(root: Path, path: str) -> Path:
     """Return where an engine gets the adapter of a command. Raises CheckpointError.
 
     An engine is given the path as the command has it, below the resolved root, since that is what it will list.
-
-    Args:
-        root: The checkpoint root.
-        path: Of the command.
     """
     base = root.resolve()
     place = resolve_below(base, path)

@@ -141,9 +141,6 @@ class SourceChecker:
 
         Some engines report the path that they loaded last, which may be deleted by now. Then what was read earlier
         still holds, because no load changes the model.
-
-        Args:
-            model: Path that the engine was launched from.
         """
         if model is not None and self._launched[0] != model and Path(model).is_dir():
             with suppress(CheckpointError):

@@ -266,12 +266,7 @@ class HttpClient(HttpReader):
 
 
 def base_url(url: str, whose: str = "engine", variable: str = KEY_VARIABLE) -> str:
-    """Return the URL without a trailing slash.
-
-    Args:
-        url: What the user gave.
-        whose: Who listens at the URL, for the error.
-        variable: The environment variable for the key, for the error.
+    """Return the URL of `whose` server without a trailing slash. Its key is in `variable`.
 
     Raises:
         ConfigError: It is not http(s)://HOST[:PORT], or contains credentials.

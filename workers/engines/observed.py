@@ -273,15 +273,7 @@ async def at_once(*reads: Callable[[], Awaitable[Any]]) -> list[Any]:
 def require_configured(
     engine: str, identity: Identity, world: int | None, nnodes: int | None, node_rank: int | None
 ) -> None:
-    """Raise ConfigError if the engine reports another number than the agent was given. What it lacks is believed.
-
-    Args:
-        engine: Its name, for the error.
-        identity: The agent's place, with the numbers that it was given.
-        world: GPUs of the engine, as it reports them; None if it does not. Likewise the other numbers.
-        nnodes: Nodes of the engine.
-        node_rank: The front end's node.
-    """
+    """Raise ConfigError if the engine reports another number than the agent was given. What it lacks is believed."""
     given = f"--nnodes {identity.nnodes}, --gpus-per-node {identity.gpus_per_node}"
     for what, reported, configured in (
         ("GPUs", world, identity.nnodes * identity.gpus_per_node),

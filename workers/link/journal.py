@@ -90,11 +90,6 @@ class Journal:
     def open(cls, path: Path, agent: str, durability: Literal["disk", "os"]) -> "Journal":
         """Open or create the file, and fold its decisions.
 
-        Args:
-            path: The file.
-            agent: The agent's name, as in `Identity.agent`.
-            durability: `disk` flushes each commit to the disk.
-
         Raises:
             LogError: The file cannot be read, or another process writes it.
             AgentError: It was written by another version, or for another agent.

@@ -66,12 +66,7 @@ class RestartPolicy(NamedTuple):
     longest_wait_s: float = 30.0
 
     def wait_s(self, ended: Sequence[float], now: float) -> float | None:
-        """Return the seconds to wait before the next start, or None to give up.
-
-        Args:
-            ended: Times of all ends, including the last one.
-            now: The time.
-        """
+        """Return the seconds to wait before the next start, or None to give up."""
         recent = sum(now - moment < self.window_s for moment in ended)
         if recent > self.most:
             return None

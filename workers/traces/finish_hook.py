@@ -31,13 +31,7 @@ NSIGHT_DIR: Final = "/tmp/ray/session_latest/logs/nsight"
 
 
 class FinishHook:
-    """Runs the command, with its output in a log below the traces root.
-
-    Args:
-        command: For `/bin/sh -c`; empty for none.
-        identity: The node.
-        root: Root of the traces.
-    """
+    """Runs the command, with its output in a log below the traces root."""
 
     def __init__(self, command: str, identity: Identity, root: Path) -> None:
         self._command, self._identity, self._root = command, identity, root

@@ -32,12 +32,6 @@ else that is visible from outside distinguishes the two behaviours."""
 def profile_arguments(plan: ProfilePlan, directory: str, traces: Path, launch: SGLangLaunch) -> dict[str, object]:
     """Return the arguments of a start.
 
-    Args:
-        plan: What to record.
-        directory: The session's directory, below `traces`.
-        traces: Root of this node's session directories.
-        launch: How the engine was launched.
-
     Raises:
         UnsupportedError: This engine can't record what the plan asks for.
     """

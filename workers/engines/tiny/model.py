@@ -109,10 +109,6 @@ class TinyModel(nn.Module):
 def with_adapter(model: TinyModel, deltas: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what `torch.func.functional_call` takes to compute a model with an adapter: the weights that it changes,
     as they are now, with what it adds.
-
-    Args:
-        model: The base.
-        deltas: As `read_adapter` returns them, or `scale * B @ A` of a trainer.
     """
     return {name: parameter + deltas[name] for name, parameter in model.named_parameters() if name in deltas}
 
@@ -205,11 +201,7 @@ def save_adapter(lora: Mapping[str, tuple[Tensor, Tensor]], alpha: float, direct
 
 
 def read_adapter(directory: Path) -> dict[str, Tensor]:
-    """Return what an adapter adds to the weights of a model, by their names. Its files have been checked.
-
-    Args:
-        directory: As PEFT writes it.
-    """
+    """Return what an adapter adds to the weights of a model, by their names. Its files have been checked."""
     config = json.loads((directory / "adapter_config.json").read_text())
     scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
     tensors = safetensors.torch.load_file(directory / "adapter_model.safetensors")

@@ -13,9 +13,6 @@ READ_TIMEOUT_S = 5.0
 class ObservedTiny:
     """A tiny engine, seen over its front end.
 
-    Args:
-        address: `ipc://PATH` that the engine listens at; None on a node without a front end.
-
     Raises:
         ConfigError: It is no such address.
     """

@@ -42,10 +42,6 @@ def require_supported(plan: ProfilePlan) -> None:
 class ForwardProfile:
     """An open session. Enter `forward` around each forward, and call `stop` once.
 
-    Args:
-        plan: What to record. Without a window, recording begins at once.
-        file: Where the trace is written. Its directory is made, and must hold nothing yet.
-
     Raises:
         UnsupportedError: The engine can't record what the plan asks for.
         EngineError: Something else records in this process, or the directory can't be used.

@@ -236,13 +236,7 @@ class Scheduler:
         self._change(version=version, label=label or str(version), digest=content)
 
     def load_adapter(self, model: str, path: str, deltas: Mapping[str, Tensor]) -> None:
-        """Take an adapter under a name that it has for no other.
-
-        Args:
-            model: What requests name.
-            path: Where it came from, as it is listed.
-            deltas: What it adds to the weights, by their names.
-        """
+        """Take an adapter under a name that it has for no other."""
         if model in self._adapters:
             raise RefusedError(f"adapter {model} was refused: it has been loaded already, and none is replaced.")
         self._adapters[model] = {name: delta.to(self._device) for name, delta in deltas.items()}

@@ -93,10 +93,6 @@ _answer_decoder = msgspec.json.Decoder(Answer)
 class TinyServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     """Serves clients at one address until `close`, each connection on a thread of its own.
 
-    Args:
-        address: `ipc://PATH` of the socket. One that a killed engine left behind is replaced.
-        respond: Called with each request; may block, and raises EngineError for a request that can't be served.
-
     Raises:
         EngineError: The address can't be bound.
     """

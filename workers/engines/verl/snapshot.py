@@ -86,11 +86,7 @@ class ServerSnapshot(Struct, frozen=True, kw_only=True):
 
 
 def restorable(snapshot: ServerSnapshot | None) -> tuple[frozenset[Tag], ...]:
-    """Return the sets of regions that a server can release and restore unchanged.
-
-    Args:
-        snapshot: None while the server can't be inspected; then nothing is ruled out yet.
-    """
+    """Return the sets of regions that a server can release and restore unchanged."""
     if snapshot is not None and snapshot.frees is False:
         return ()
     if snapshot is None or snapshot.front_end is None or snapshot.mode is None:

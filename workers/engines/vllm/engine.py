@@ -248,11 +248,6 @@ class VLLMEngine(AttachedEngine[VLLMLaunch]):
 def pause_arguments(call: events.Pause, read: frozenset[str], version: str) -> dict[str, object]:
     """Return the arguments of a pause. They leave the cache alone: the machine flushes when weights have changed.
 
-    Args:
-        call: The pause.
-        read: Parameters that are read.
-        version: The engine's, for errors.
-
     Raises:
         UnsupportedError: This version can't freeze requests.
     """
