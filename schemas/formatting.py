@@ -251,7 +251,6 @@ class Line(NamedTuple):
     """One printed line.
 
     Attributes:
-        text: The line, without markup.
         trouble: It names something that is wrong, and is shown in red.
     """
 

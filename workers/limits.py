@@ -10,7 +10,6 @@ class Limit(NamedTuple):
     """One row of the table.
 
     Attributes:
-        exceeded: The plan asks for what is ruled out.
         what: What can't be recorded. Completes the sentence "… can't record <what>".
         advice: The reason, or what to do instead, without a full stop at the end.
     """

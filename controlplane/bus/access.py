@@ -35,9 +35,6 @@ _VERSION: Final = b"1.0"
 class Access:
     """The keys of one bus while it runs.
 
-    Attributes:
-        pair: The bus's own.
-
     Raises:
         KeyFileError: The bus's own key can't be used, or the folder can't be read.
     """

@@ -74,14 +74,9 @@ class BusLoop:
     """What one life of a bus does each time that something wakes it. `Bus` owns what it works on.
 
     Attributes:
-        state: What the coordinator knows.
-        fault: Why the bus has stopped, if it has.
         closed: The bus takes no orders: it is not open yet, or closes.
-        callers: Who waits for the bus.
-        decisions: Who hears of each event and its effects, once they were performed.
         router: Connections of agents and operators.
         publisher: Subscriptions of agents. A new one may take its place at any time.
-        inbox: What arrives.
         clock: How long the turn under way takes.
         held_up: Answers operators while that takes too long.
         insecure: Programs on other machines can command this fleet; the status says so.

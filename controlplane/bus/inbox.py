@@ -60,7 +60,6 @@ class Inbox:
         grant_of: Returns what a key may do, or why it may do nothing. Each message then begins with its sender's key.
 
     Attributes:
-        events: For the coordinator, in order.
         acks: For agents whose decisions were recorded; to be sent once they are committed.
         requests: Of operators and observers, with the connections to answer, and whether an observer's key was used.
         refused: Connections without a hello whose message can't be read or is out of bounds, with the reason.

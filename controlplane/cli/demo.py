@@ -158,11 +158,7 @@ def _environment() -> dict[str, str]:
 
 
 class Nodes:
-    """The agent processes of the demo, each started as `rolloutctl agent` on a command line.
-
-    Attributes:
-        engines: Address of each replica's engine.
-    """
+    """The agent processes of the demo, each started as `rolloutctl agent` on a command line."""
 
     def __init__(self, bus: str, out: Path) -> None:
         self._bus, self._out = bus, out

@@ -111,7 +111,6 @@ class _Reading:
     """One pass over a log: its records for the invariants, and its marks compared with them.
 
     Attributes:
-        records: How many were read.
         damage: What is wrong with the file and with its marks.
     """
 

@@ -48,10 +48,7 @@ class UploadBody(Struct, frozen=True, array_like=True):
     """Decisions of an agent that follow each other.
 
     Attributes:
-        journal: The agent's journal. An agent that starts without one creates another.
         first: Number of the first decision in the journal: 1, 2, 3 …
-        events: Encoded, one for each decision.
-        effects: The same of what followed.
     """
 
     journal: Name

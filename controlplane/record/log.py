@@ -66,14 +66,7 @@ DROPPED_MARKS: Final = 4
 
 
 class RunHeader(Struct, frozen=True, kw_only=True, rename={"created_ns": "created"}):
-    """The header of a log.
-
-    Attributes:
-        created_ns: Wall clock.
-        major: Version of the wire protocol.
-        logic: Version of the coordinator's decisions.
-        package: Version of rolloutctl; empty if it is not known.
-    """
+    """The header of a log."""
 
     run: str
     created_ns: int
@@ -88,8 +81,6 @@ class RunLog:
     Use it from one thread.
 
     Attributes:
-        run: Id of the run.
-        path: Of the file.
         state: Of the coordinator as of the last record, when the log was opened.
         folded: Records that were read for that, those after the newest mark.
     """

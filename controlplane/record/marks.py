@@ -17,8 +17,6 @@ class CoordinatorMark(Struct, frozen=True, kw_only=True):
     """The body of a mark.
 
     Attributes:
-        logic: Version of the logic that led to the state.
-        state: The state, encoded.
         recorded: By agent and journal, the number of the newest decision that the log has.
     """
 
@@ -58,7 +56,6 @@ class MarkChecker:
 
     Attributes:
         state: Of the coordinator. Code that folds it already sets it, and calls `note` instead of `feed`.
-        compared: Marks that were compared.
     """
 
     def __init__(self) -> None:

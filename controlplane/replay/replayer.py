@@ -31,10 +31,6 @@ class Replayed(Struct, frozen=True):
     """The result of a replay in which every decision that could be compared was the same.
 
     Attributes:
-        records: Records read.
-        compared: Decisions that were made again and compared.
-        marks: Marks that were compared with the state that the records lead to.
-        agents: Those whose decisions are in the log.
         holes: Where the log lacks decisions of an agent, or has one that can't be read.
         state: sha256 over all states at the end; the same log gives the same.
     """

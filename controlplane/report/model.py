@@ -35,7 +35,6 @@ class CommandSummary(Struct, kw_only=True):
     """One command.
 
     Attributes:
-        version: Of a weight sync; else 0.
         concluded: Its report is in the log.
         duration_us: From publishing to the last answer.
         traces: The first of its traces; `traces_count` and `traces_nbytes` count all.
@@ -67,7 +66,6 @@ class StepSummary(Struct, kw_only=True):
     """Commands between the ends of two weight syncs.
 
     Attributes:
-        title: What they led to.
         profiled: Training steps with a profiling session.
         flawed: The sync was aborted, or left a replica out.
         shown: The page shows its commands unasked: a cause began here, or a command was not concluded.
@@ -93,8 +91,6 @@ class Cause(Struct, kw_only=True):
         at_ns: When the first agent was lost, or the first command published.
         until_ns: When the last agent was lost, or the last command concluded.
         seq, text: Of its first command; 0 and empty if there is none. `last_seq` is the newest.
-        commands: Number of commands, by kind.
-        outcomes: Number of failed and missing outcomes.
         members: The agents. `first_seqs` has the first of them, with their first command; `hosts` theirs, if lost.
         returned_ns: By agent that was lost, when it was in the fleet again.
         engines: By agent, the state of its engine when it was last heard, or right after the failure.

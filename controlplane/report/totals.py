@@ -46,9 +46,6 @@ class RunReport(Struct, kw_only=True):
     """What the page shows.
 
     Attributes:
-        closed: The bus was closed, and did not die.
-        counts: Outcomes by kind.
-        causes: Of the outcomes that failed or are missing, and of lost agents.
         untraced: Commands after which a rank lacked its trace.
         left_out: What was counted and not kept.
         damage: Why the log can't be read further; empty if it can.
@@ -56,8 +53,6 @@ class RunReport(Struct, kw_only=True):
         unconcluded: Commands without a report.
         aborted: Weight syncs that were aborted, those for the same reason together.
         stopped: Replicas that a command kept from generating at the end of the log.
-        latencies: By kind of command, of the agents that acted; `calls` by kind of engine call.
-        replicas: By index.
         observed: Replicas of a run that another trainer drives, by index.
     """
 

@@ -26,7 +26,6 @@ class Offset(NamedTuple):
     """What to add to an agent's clock to get the bus's.
 
     Attributes:
-        offset_ns: The difference.
         error_ns: Bound of its error; None if unknown.
     """
 

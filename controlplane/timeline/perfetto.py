@@ -67,10 +67,7 @@ class Timeline(Struct, frozen=True, kw_only=True):
     """What was written.
 
     Attributes:
-        control_events: Events from the log.
         traced_events: Events from `traces`, without names.
-        warnings: What was left out or may be misplaced.
-        whole: The log was read to its end.
     """
 
     run: str
@@ -135,12 +132,7 @@ def write_timeline(
 
 
 class TimelineDraft:
-    """The content of one timeline.
-
-    Attributes:
-        control_events, traced_events: Numbers of events yielded so far.
-        warnings: What is left out or may be misplaced, and why.
-    """
+    """The content of one timeline."""
 
     def __init__(self, run: str, survey: LogSurvey) -> None:
         self.control_events = self.traced_events = 0

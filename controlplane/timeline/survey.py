@@ -83,8 +83,6 @@ class LogSurvey:
     """What one pass over a log tells about its clocks, agents and traces.
 
     Attributes:
-        clocks: By `agent/incarnation`.
-        identities: Identity of each agent by name, as far as known.
         traces: Reported trace files, each once, by agent and digest.
         begins_ns: The first moment of the run, on the bus's clock; agents may start before the first record.
         last_ns, last: Moment and position of the last record.

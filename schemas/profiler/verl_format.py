@@ -91,7 +91,6 @@ class VerlFile(NamedTuple):
         tree: The content of the file, with its references.
         content: The content of `global_profiler`, with its references resolved.
         sections: The rollouts' section, and those of the training roles that the file has.
-        settings: What is profiled.
     """
 
     tree: Mapping[str, object]

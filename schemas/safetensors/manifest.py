@@ -37,7 +37,6 @@ class CheckpointFiles(NamedTuple):
     """What a sync says of the files of a checkpoint or an adapter.
 
     Attributes:
-        manifest: Of its tensors.
         config: sha256 of an adapter's configuration; empty for a checkpoint.
     """
 

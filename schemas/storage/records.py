@@ -54,9 +54,7 @@ class Record(Struct, frozen=True, gc=False):
     Attributes:
         position: Counted from 1, given by `append`.
         at_ns: Wall clock, nanoseconds since 1970; negative where a clock was never set.
-        kind: What the body holds.
         agent: Agent that the record is about; '' for the bus.
-        body: Encoded message.
     """
 
     position: int
@@ -71,8 +69,6 @@ class MarkRecord(Struct, frozen=True, gc=False):
 
     Attributes:
         position: Of the record before it; 0 before all records.
-        at_ns: Wall clock.
-        body: Encoded state.
     """
 
     position: int

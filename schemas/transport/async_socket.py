@@ -77,7 +77,6 @@ class AsyncZmqSocket:
         listens: It is bound, and a fork of this process must not keep its address in use.
 
     Attributes:
-        address: As given.
         safety_polls: How often the safety poll found something that no edge had announced. Must stay 0.
     """
 

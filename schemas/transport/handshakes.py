@@ -36,7 +36,6 @@ class HandshakeFailure(NamedTuple):
     """A connection that failed.
 
     Attributes:
-        reason: What it means, and what to do.
         reached: A socket listens there.
     """
 

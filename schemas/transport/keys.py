@@ -68,7 +68,6 @@ class PeerKeys(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         name: Of the key, for messages to people.
-        pair: The peer's own pair.
         servers: Public keys of the bus that it trusts: the one in use, and the next while it is being replaced.
     """
 

@@ -26,7 +26,6 @@ class CallRefused(EngineError):
 
     Attributes:
         status: HTTP status; None in process.
-        body: The engine's own message.
     """
 
     def __init__(self, message: str, status: int | None, body: str) -> None:

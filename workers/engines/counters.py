@@ -10,12 +10,7 @@ _UNDER_WAY: Final = ("sglang:num_running_reqs", "sglang:num_queue_reqs")
 
 
 class CounterNames(NamedTuple):
-    """Metrics of one kind of engine.
-
-    Attributes:
-        running: Requests that are being generated.
-        generated: Counts that grow while it generates.
-    """
+    """Metrics of one kind of engine."""
 
     running: str
     generated: tuple[str, ...]

@@ -69,7 +69,6 @@ class Route(NamedTuple):
         renamed: The server's names of arguments, where they differ.
         repeatable: Idempotent, so it may be retried.
         undeclared: Parameters that the server reads but does not list in its openapi.json.
-        timeout_s: Seconds to wait for the answer; None to wait without limit.
         unlisted: The server may have it without listing it in its openapi.json.
     """
 

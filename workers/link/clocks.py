@@ -50,11 +50,7 @@ class Exchange(NamedTuple):
 
 
 class Clocks:
-    """The clocks of one agent against those of one bus.
-
-    Attributes:
-        reported: The estimate for heartbeats; None before the first.
-    """
+    """The clocks of one agent against those of one bus."""
 
     def __init__(self) -> None:
         self.reported: Clock | None = None

@@ -37,11 +37,7 @@ NEXT_WARNING_S: Final = 30.0
 
 
 class WaitWarning:
-    """Warns when an agent waits long for its bus.
-
-    Attributes:
-        reason: What it waits for now; empty once it has joined.
-    """
+    """Warns when an agent waits long for its bus."""
 
     def __init__(self, agent: str) -> None:
         self.reason = ""
@@ -87,7 +83,6 @@ class Connection:
         replaced: Called when the bus has to be told anew who is here: this is a new connection.
 
     Attributes:
-        dealer: The socket of the connection.
         answered_ms: When the bus last answered.
         welcomed: The bus has welcomed the agent before. Until then there is none to lose, and `waiting` says so.
 

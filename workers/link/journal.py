@@ -41,10 +41,7 @@ class JournalMark(Struct, frozen=True, kw_only=True):
     """The state after every decision before this mark.
 
     Attributes:
-        number: Number of the last decision before it.
         run: The run of the journal; '' before the agent has joined one.
-        state: The state.
-        lease_ms: The lease of the run.
     """
 
     number: Count
@@ -71,8 +68,6 @@ class Journal:
         id: Never used again.
         run: The run it belongs to; '' until `join_run`.
         lease_ms: The lease of that run, which also counts while an agent that was restarted waits for a bus.
-        state: The state after the last decision.
-        number: Number of the last decision.
     """
 
     def __init__(self, file: RecordFile, agent: str, name: str) -> None:

@@ -90,9 +90,6 @@ class _Session:
 class Link:
     """One connection of one incarnation. It dials when created; `run` serves it until cancelled.
 
-    Attributes:
-        malformed: Messages that could not be read.
-
     Raises:
         BusAddressError: The address cannot be dialled.
     """

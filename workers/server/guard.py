@@ -55,7 +55,6 @@ class RestartPolicy(NamedTuple):
     """How often a server that ended is restarted, and after what wait.
 
     Attributes:
-        most: Most restarts within any `window_s` seconds.
         first_wait_s: Wait before the first restart; doubles for each further one within the window.
         longest_wait_s: Upper bound of the wait.
     """
@@ -77,7 +76,6 @@ class GuardOrder(NamedTuple):
     """The agent's order, a JSON array on stdin.
 
     Attributes:
-        log: Absolute path.
         grace_s: Seconds from SIGTERM to SIGKILL.
         launches: Launches by the guards before this one.
     """

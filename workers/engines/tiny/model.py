@@ -35,8 +35,6 @@ class TinyConfig(Struct, frozen=True, kw_only=True):
     Attributes:
         vocab: Number of tokens; they are 0..vocab-1.
         hidden: Width, a multiple of `heads`.
-        heads: Attention heads of each layer.
-        layers: Number of blocks.
         context: Most tokens of prompt and completion together.
     """
 

@@ -46,7 +46,6 @@ class TinyRequest:
         logprobs: Log-probabilities of the completions' tokens.
         versions: For each position of the completions, the version of the weights that it was drawn from.
         cache: Keys and values of all tokens but the last; None if they must be computed again.
-        adapter: What its adapter adds to the weights, by their names.
     """
 
     def __init__(self, message: Generate, config: TinyConfig) -> None:
@@ -104,10 +103,6 @@ class Scheduler:
     """The engine itself. It starts paused: nothing is generated before `resume`.
 
     `run`, `generate` and `close` may be called from any thread; the commands only through `run`.
-
-    Attributes:
-        observation: What the engine is now. Replaced as a whole, so any thread may read it.
-        forwards: Forwards computed since launch.
     """
 
     def __init__(self, config: TinyConfig, seed: int, launched: Observation, device: str) -> None:
