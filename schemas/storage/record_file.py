@@ -7,7 +7,7 @@ Theory of operation.
 - `last` is written before a checkpoint may follow and at the end, because it costs as much as a record. The records
   after it are sound as long as they are in the write-ahead log, which has checksums. So the file ends with `last`, or
   with a later record. With a rollback journal, `last` is written with each group.
-- There is one writer: it locks the file itself, until it closes or dies. There can be any number of readers, also
+- There is one writer: it holds a lock until it closes or dies. There can be any number of readers, also
   while it writes.
 - Before each commit the writer looks whether its file is still there, and whole. If another program deleted, replaced
   or cut it, no record is written any more: it could not be found.
@@ -27,7 +27,6 @@ from schemas.storage.checkpointer import Checkpointer
 from schemas.storage.database import OWN_KEYS, Durability
 from schemas.storage.filesystems import check_regular
 from schemas.storage.records import MARK, RecordReader, Row, checksum
-from schemas.storage.writer_lock import FileId
 
 _INSERT: Final = "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?)"
 _INSERT_MARK: Final = "INSERT OR REPLACE INTO marks VALUES (?, ?, ?, ?)"
@@ -40,8 +39,9 @@ class RecordFile(RecordReader):
     Use it from one thread. Its own reading methods return committed records.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, file: FileId, durability: Durability) -> None:
-        super().__init__(path, connection, file)
+    def __init__(self, path: Path, connection: sqlite3.Connection, lock: int, durability: Durability) -> None:
+        super().__init__(path, connection)
+        self._lock = lock
         self._relaxes = durability == "os"  # after the first group: a log must not forget that it was opened
         real = os.path.realpath(path)
         self._watched = [(name, writer_lock.Watch(name)) for name in (real, f"{real}-wal")]
@@ -78,12 +78,11 @@ class RecordFile(RecordReader):
         with contextlib.ExitStack() as undo:
             try:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                file = writer_lock.acquire(path)
-                undo.callback(writer_lock.release, file)
-                undo.callback(writer_lock.disconnect, writer_lock.connect(path))
+                lock = writer_lock.acquire(path)
+                undo.callback(writer_lock.release, lock)
                 connection = database.open_for_writing(path, header or {})
                 undo.enter_context(contextlib.closing(connection))
-                opened = cls(path, connection, file, durability)
+                opened = cls(path, connection, lock, durability)
                 opened._check_end()
                 opened._begin_checkpoints()
             except sqlite3.Error as error:
@@ -179,7 +178,7 @@ class RecordFile(RecordReader):
                 self._checkpointer.close()
             self._tidy_up()
             super().close()
-            writer_lock.release(self._file)
+            writer_lock.release(self._lock)
 
     def _tidy_up(self) -> None:
         """Leave a single file. Not if there is another in its place: what lies beside it belongs to that one."""

@@ -32,10 +32,9 @@ from typing import Final, Self
 from msgspec import Struct
 
 from schemas.errors import LogCorrupt, LogError
-from schemas.storage import database, writer_lock
+from schemas.storage import database
 from schemas.storage.database import OWN_KEYS
 from schemas.storage.filesystems import check_regular
-from schemas.storage.writer_lock import FileId
 
 MARK: Final = "mark"
 PAGE_RECORDS: Final = 256
@@ -88,10 +87,9 @@ class RecordReader:
     the file can't be read.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, file: FileId) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self._connection = connection
-        self._file = file
         self._closed = False
 
     @classmethod
@@ -100,18 +98,13 @@ class RecordReader:
         path = Path(path)
         check_regular(path, "record file")
         try:
-            file = writer_lock.connect(path)
-        except OSError:
-            raise LogError(f"{path}: no such file, or it can't be reached") from None
-        try:
             if path.stat().st_size == 0:
                 raise LogCorrupt(f"{path}: is empty, and so no record file of rolloutctl")
-            return cls(path, database.open_for_reading(path), file)
-        except BaseException as error:
-            writer_lock.disconnect(file)
-            if isinstance(error, sqlite3.Error):
-                raise database.translate(path, error, 0) from error
-            raise
+            return cls(path, database.open_for_reading(path))
+        except OSError:
+            raise LogError(f"{path}: no such file, or it can't be reached") from None
+        except sqlite3.Error as error:
+            raise database.translate(path, error, 0) from error
 
     @property
     def header(self) -> dict[str, str]:
@@ -198,7 +191,6 @@ class RecordReader:
         if not self._closed:
             self._closed = True
             self._connection.close()
-            writer_lock.disconnect(self._file)
 
     def __enter__(self) -> Self:
         return self

@@ -120,7 +120,7 @@ def test_only_the_owner_can_read_the_folder_and_its_files(path: Path) -> None:
     finally:
         os.umask(before)
     assert path.parent.stat().st_mode & 0o777 == 0o700
-    assert set(modes) == {path.name + end for end in ("", "-wal", "-shm")}
+    assert set(modes) == {path.name + end for end in ("", "-wal", "-shm", "-lock")}
     assert set(modes.values()) == {0o600}
 
 
