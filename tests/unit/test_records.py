@@ -435,7 +435,7 @@ def test_a_log_that_is_too_long_keeps_commits_out_while_its_rest_is_copied(
     def copy_beside_commits(self: Checkpointer) -> tuple[int, int]:
         kept_out.append(self._committing.locked())
         found = copy(self)
-        if not kept_out[-1]:
+        if len(kept_out) == 1:  # the commit that began this checkpoint may not have returned yet
             file.append("k", "", 1, bytes(128 * 1024))
             file.commit()
         return found
@@ -444,7 +444,7 @@ def test_a_log_that_is_too_long_keeps_commits_out_while_its_rest_is_copied(
         monkeypatch.setattr(Checkpointer, "_copy", copy_beside_commits)
         fill_until_checkpoint(file)
         first, second = checkpoints.get(), checkpoints.get()
-        assert kept_out == [False, True]
+        assert kept_out[1:] == [True]
         assert second[0] > first[0] and second[1] == second[0]
 
 
