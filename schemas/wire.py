@@ -346,11 +346,7 @@ def encode_header(epoch: int, origin: int = 0, seq: int = 0) -> bytes:
 
 
 def parse_frames(frames: list[bytes]) -> tuple[Header, bytes]:
-    """Return the header and the undecoded body of a message without topic and routing id.
-
-    Raises:
-        WireError: Wrong number or size of frames, another magic number or another major version.
-    """
+    """Return the header and the undecoded body of a message without topic and routing id. Raises WireError."""
     if len(frames) != 2:
         raise WireError(f"a message has 2 frames, not {len(frames)}")
     size = len(frames[0]) + len(frames[1])

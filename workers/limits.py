@@ -20,12 +20,7 @@ class Limit(NamedTuple):
 
 
 def require_recordable(subject: str, limits: Iterable[Limit]) -> None:
-    """Raise UnsupportedError for the first limit that the plan exceeds.
-
-    Args:
-        subject: What can't record it, e.g. `sglang 0.5.23` or `tool nsys`.
-        limits: The table, most important row first. A generator is read only as far as the first exceeded limit.
-    """
+    """Raise UnsupportedError for the first limit that the plan exceeds."""
     for limit in limits:
         if limit.exceeded:
             raise UnsupportedError(f"{subject} can't record {limit.what}: {limit.advice}.")

@@ -52,7 +52,7 @@ class Bus(BusLoop):
     """One life of the bus on one run's log. `async with Bus(...) as bus:`, under asyncio.
 
     `publish`, `sync`, `retire`, `view`, `run_soon` and `watch` may be called from any thread, everything else in the
-    loop of the bus.
+    loop of the bus. Entering raises AddressInUse, BusAddressError, KeyFileError or LogError.
 
     Args:
         address: Where agents and operators connect. `tcp://127.0.0.1:0` lets the system choose a port, see `.address`.
@@ -66,9 +66,6 @@ class Bus(BusLoop):
     Attributes:
         orders: Who hears of each order, in the thread of its caller, before the bus does.
         decisions: Who hears of each event and its effects, in the loop of the bus, once they were performed.
-
-    Raises:
-        AddressInUse, BusAddressError, KeyFileError, LogError: On entering.
     """
 
     def __init__(
@@ -182,8 +179,7 @@ class Bus(BusLoop):
     def view(self) -> FleetView:
         """Return what is known of the fleet at this moment. May be called from any thread.
 
-        Raises:
-            BusFaulted, BusClosed: Nothing is known of it: the bus has ended, or its log hangs.
+        Raises BusFaulted or BusClosed.
         """
         self._check()
         self.clock.require_news()

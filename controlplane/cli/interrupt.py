@@ -72,15 +72,12 @@ def leave_if_asked(code: int) -> None:
 def run(function: Callable[..., Awaitable[T]], *arguments: object, ends: tuple[signal.Signals, ...] = ()) -> T:
     """Run an async function to its end, and return its result. An interrupt cancels it.
 
-    A program that calls a command from its own code keeps its own handling of Ctrl-C.
+    A program that calls a command from its own code keeps its own handling of Ctrl-C. Raises KeyboardInterrupt then.
 
     Args:
         function: What to run.
         arguments: Its arguments.
         ends: Other signals that cancel it: those of a service, which then has no result.
-
-    Raises:
-        KeyboardInterrupt: An interrupt has cancelled it.
     """
     main_thread = threading.current_thread() is threading.main_thread()
     ours = main_thread and (bool(ends) or signal.getsignal(signal.SIGINT) is _interrupt)

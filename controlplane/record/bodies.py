@@ -74,15 +74,7 @@ def upload_body(journal: str, first: int, decisions: Sequence[Decision]) -> byte
 
 
 def read_entries(record: Record, journal: str = "") -> list[LogEntry]:
-    """Return the decisions of a record.
-
-    Args:
-        record: Not one of an agent's state.
-        journal: Id of the agent's journal that it is from; empty for a record of a run's log.
-
-    Raises:
-        LogCorrupt: It can't be read.
-    """
+    """Return the decisions of a record. Raises LogCorrupt."""
     try:
         encoded = inflated(record.body)
         if journal or not record.agent:

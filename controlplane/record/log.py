@@ -200,7 +200,8 @@ class RunLog:
     ) -> int:
         """Drop the oldest records of a log that no bus writes, and give their space back.
 
-        What is dropped ends at a mark, so that the log begins with one and can still be replayed and continued.
+        What is dropped ends at a mark, so that the log begins with one and can still be replayed and continued. Raises
+        LogError.
 
         Args:
             path: Of the log.
@@ -210,10 +211,6 @@ class RunLog:
 
         Returns:
             How many records were dropped.
-
-        Raises:
-            LogLocked: A bus writes it.
-            LogCorrupt, LogFull, LogError: It can't be read or written.
         """
         with open_records(path) as reader:  # a missing file is not created, and an archive not overwritten
             _read_header(reader)

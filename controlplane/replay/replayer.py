@@ -64,13 +64,7 @@ class _AgentReplay(Generic[S]):
 
 
 class Replayer(Generic[S]):
-    """The states of all machines of a run, as of the last entry.
-
-    Args:
-        decide_agent: The agents' machine.
-        initial: State of an agent that has not seen any event.
-        decode_agent: Decodes a state; None if it can't be read.
-    """
+    """The states of all machines of a run, as of the last entry."""
 
     def __init__(
         self,
@@ -93,12 +87,7 @@ class Replayer(Generic[S]):
         return {name: life.state for name, life in self._lives.items()}
 
     def feed(self, entry: LogEntry) -> None:
-        """Make the decision of this entry again.
-
-        Raises:
-            ReplayDiffers: It differs today; with a diff.
-            LogCorrupt: It is the coordinator's and can't be read.
-        """
+        """Make the decision of this entry again. Raises ReplayDiffers, with a diff, or LogCorrupt."""
         self._records += 1
         if entry.agent:
             self._feed_agent(entry)
@@ -111,9 +100,7 @@ class Replayer(Generic[S]):
     def check_mark(self, mark: LogMark) -> None:
         """Compare a mark with the state that the entries before it led to; begin with one that has none before it.
 
-        Raises:
-            ReplayDiffers: It differs.
-            LogCorrupt: It can't be read, and the log begins with it.
+        Raises ReplayDiffers or LogCorrupt.
         """
         if self._records == 0:
             state = decode_state(mark)

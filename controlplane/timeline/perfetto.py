@@ -89,7 +89,7 @@ def write_timeline(
     force: bool = False,
     say: Callable[[str], object] = lambda _: None,
 ) -> Timeline:
-    """Write the timeline of a run's log. A damaged log is drawn up to the damage.
+    """Write the timeline of a run's log. A damaged log is drawn up to the damage. Raises ConfigError or LogError.
 
     Args:
         log: The log.
@@ -97,11 +97,6 @@ def write_timeline(
         roots: Folders below which the agents' traces lie, or copies of them. None leaves traces out without a warning.
         force: Replace `out` if it exists.
         say: Called with a line for each trace that is read, since that may take long.
-
-    Raises:
-        ConfigError: `out` exists, is an input, or a root does not exist.
-        LogCorrupt: `log` is no log.
-        LogError: `out` can't be written.
     """
     check_destination(out, force, [log])
     for root in roots or ():

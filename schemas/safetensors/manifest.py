@@ -45,13 +45,7 @@ class CheckpointFiles(NamedTuple):
 
 
 def read_checkpoint(directory: Path, adapter: bool, content: bool = False) -> CheckpointFiles:
-    """Return what a sync says of a directory. Raises CheckpointError, as `read_layout`.
-
-    Args:
-        directory: With safetensors files.
-        adapter: It is a LoRA adapter's, which is small: all of it is digested.
-        content: Digest every byte of the tensors.
-    """
+    """Return what a sync says of a directory. Raises CheckpointError, as `read_layout`."""
     manifest = build_manifest(directory, content or adapter)
     return CheckpointFiles(manifest, config_digest(read_config(directory)) if adapter else "")
 

@@ -25,11 +25,7 @@ def check_destination(out: Path, force: bool, inputs: Iterable[Path] = ()) -> No
 def atomic_write(out: Path, force: bool) -> Iterator[IO[bytes]]:
     """Yield a file that is at `out` if the block ends normally, and not at all otherwise.
 
-    Its mode is 0600, as that of the log that it was made from.
-
-    Raises:
-        FileExistsError: A file has appeared there meanwhile.
-        OSError: The file can't be written.
+    Its mode is 0600, as that of the log that it was made from. Raises OSError.
     """
     draft = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:

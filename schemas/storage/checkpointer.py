@@ -28,13 +28,7 @@ WAL_BYTES_MAX: Final = 128 * 1024 * 1024
 
 
 class Checkpointer:
-    """Runs the checkpoints of one record file.
-
-    Args:
-        connection: To the file, for this alone. It is closed with this.
-        committing: Held during each commit.
-        on_error: Called, in the thread, with SQLite's error when a checkpoint fails.
-    """
+    """Runs the checkpoints of one record file."""
 
     def __init__(
         self, connection: sqlite3.Connection, committing: threading.Lock, on_error: Callable[[sqlite3.Error], None]

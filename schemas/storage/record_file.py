@@ -104,12 +104,7 @@ class RecordFile(RecordReader):
         return self._last
 
     def append(self, kind: str, agent: str, at_ns: int, body: bytes) -> int:
-        """Buffer one record for the next `commit`, and return its position.
-
-        Raises:
-            ValueError: `at_ns` is not a signed number of 64 bits.
-            TypeError: `body` is not bytes.
-        """
+        """Buffer one record for the next `commit`, and return its position. Raises ValueError or TypeError."""
         if not -(1 << 63) <= at_ns < 1 << 63:
             raise ValueError(f"at_ns is nanoseconds since 1970, a signed number of 64 bits: {at_ns}")
         position = self._next

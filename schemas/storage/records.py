@@ -142,8 +142,7 @@ class RecordReader:
     def records(self, start: int = 1) -> Iterator[Record]:
         """Yield committed records from `start` on, including those committed meanwhile. Each one is checked.
 
-        Raises:
-            LogCorrupt: After all records before the first one that is damaged or missing.
+        Raises LogCorrupt at the first that is damaged or missing.
         """
         expected = max(start, self.first_position)
         while True:

@@ -205,8 +205,7 @@ class AsyncZmqSocket:
     async def send(self, frames: Sequence[bytes]) -> None:
         """Queue one message; wait while the queue is full or no peer is connected.
 
-        Raises:
-            BusError: This is a ROUTER, where one slow peer would block all others. Use `send_nowait`.
+        Raises BusError on a ROUTER, where one slow peer would block all others.
         """
         if self._is_router:
             raise BusError("a router does not wait for one slow peer: use send_nowait and check its result")
@@ -273,9 +272,6 @@ class AsyncZmqSocket:
         """Close, and wake all waiters. May be called twice.
 
         libzmq's thread frees a bound address a moment later; until then binding it again raises AddressInUse.
-
-        Args:
-            linger_ms: Time to deliver what is queued; None for that of the socket.
         """
         if self._closed:
             return

@@ -65,7 +65,7 @@ class TableCollector(Collector, ABC):
 
 
 def serve_metrics(collector: Collector, address: str) -> tuple[str, Callable[[], object]]:
-    """Serve a collector over HTTP, in a thread that ends with the process.
+    """Serve a collector over HTTP, in a thread that ends with the process. Raises ConfigError.
 
     Args:
         collector: Of the metrics.
@@ -73,9 +73,6 @@ def serve_metrics(collector: Collector, address: str) -> tuple[str, Callable[[],
 
     Returns:
         Where it is served, and what ends it.
-
-    Raises:
-        ConfigError: It is not an address, or can't be bound.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]") or LOOPBACK

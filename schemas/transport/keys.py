@@ -183,9 +183,7 @@ def read_struct(path: Path, kind: type[T], *, secret: bool) -> T:
 def write_private(path: Path, value: Struct, *, replace: bool = False) -> None:
     """Write a JSON file that its owner alone can read, from its first byte, and that appears complete.
 
-    Raises:
-        FileExistsError: It is there, and not to be replaced.
-        OSError: It can't be written.
+    Raises OSError.
     """
     make_private_folder(path.parent)
     with atomic_write(path, force=replace) as file:

@@ -41,8 +41,7 @@ class CallNotBegun(CallRefused, RefusedError):
 def begun() -> Iterator[None]:
     """Hold the further requests of a call that has touched the engine: what is refused here is no refusal of the call.
 
-    Raises:
-        EngineError: A request was refused.
+    Raises EngineError.
     """
     try:
         yield

@@ -83,10 +83,7 @@ def make_observer(name: str, options: EngineOptions) -> EngineView:
     """Return the engine of that name for an agent that only observes.
 
     Ours come without the calls that change an engine. Of a user's own backend such an agent calls `open`,
-    `observe` and `close` alone.
-
-    Raises:
-        ConfigError: As `make_engine` does, or it needs an address.
+    `observe` and `close` alone. Raises ConfigError.
     """
     if name not in OURS:
         return make_engine(name, options)

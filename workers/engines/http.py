@@ -90,14 +90,13 @@ class _AnswerRefused(Exception):
 class HttpReader:
     """An `EngineReader` of one server. It sends GET requests, and those only to the paths that it is given.
 
+    Raises ConfigError.
+
     Args:
         url: http://HOST:PORT.
         routes: The engine's methods by name. A reader leaves out those that are no GET.
         info_path: Path of the launch settings; 404 there means that this node has no front end.
         key: Sent as a bearer token.
-
-    Raises:
-        ConfigError: The URL can't be used.
     """
 
     def __init__(self, url: str, routes: Mapping[str, Route], *, info_path: str, key: str | None = None) -> None:
@@ -265,11 +264,7 @@ class HttpClient(HttpReader):
 
 
 def base_url(url: str, whose: str = "engine", variable: str = KEY_VARIABLE) -> str:
-    """Return the URL of `whose` server without a trailing slash. Its key is in `variable`.
-
-    Raises:
-        ConfigError: It is not http(s)://HOST[:PORT], or contains credentials.
-    """
+    """Return the URL of `whose` server without a trailing slash. Its key is in `variable`. Raises ConfigError."""
     place = url.partition("://")[2].partition("/")[0]
     if "@" in place:
         host = place.rpartition("@")[2].partition(":")[0]

@@ -85,9 +85,7 @@ class Journal:
     def open(cls, path: Path, agent: str, durability: Literal["disk", "os"]) -> "Journal":
         """Open or create the file, and fold its decisions.
 
-        Raises:
-            LogError: The file cannot be read, or another process writes it.
-            AgentError: It was written by another version, or for another agent.
+        Raises LogError, or AgentError if another version wrote it, or another agent.
         """
         header = {"journal": secrets.token_hex(16), "logic": str(LOGIC), "agent": agent}
         try:

@@ -90,8 +90,7 @@ class _Session:
 class Link:
     """One connection of one incarnation. It dials when created; `run` serves it until cancelled.
 
-    Raises:
-        BusAddressError: The address cannot be dialled.
+    Raises BusAddressError.
     """
 
     def __init__(

@@ -27,11 +27,7 @@ _SERVES: Final = frozenset(
 
 
 def server_command(kind: Kind, command: Sequence[str], identity: Identity, dist_init: str | None) -> tuple[str, ...]:
-    """Return the command with the options for this node's place, unless the user has given them.
-
-    Raises:
-        ConfigError: There is no address to meet at.
-    """
+    """Return the command with the options for this node's place, unless the user has given them. Raises ConfigError."""
     if identity.nnodes == 1:
         return tuple(command)
     given, added = _flags(command), list[str]()

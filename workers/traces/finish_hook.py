@@ -38,11 +38,7 @@ class FinishHook:
         self._log = root / f".finish_hook-{identity.agent}.log"
 
     async def run(self, tool: str, steps: tuple[int, ...]) -> bool:
-        """Run the command and wait up to `WAIT_S`. Returns whether it is still running.
-
-        Raises:
-            EngineError: It failed, or can't be started.
-        """
+        """Run the command and wait up to `WAIT_S`. Returns whether it is still running. Raises EngineError."""
         ended = await to_thread.run_sync(self.begin, tool, steps)
         if not await background.done_within(ended, WAIT_S):
             logger.info("agent %s: the finish hook is still running; its output: %s", self._identity.agent, self._log)

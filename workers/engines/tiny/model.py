@@ -153,8 +153,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 def save(model: TinyModel, directory: Path) -> None:
     """Write the weights to `model.safetensors` in the directory, which is made. A reader sees all of it or nothing.
 
-    Raises:
-        FileExistsError: A checkpoint is there already: each version belongs in a directory of its own.
+    Raises FileExistsError.
     """
     directory.mkdir(parents=True, exist_ok=True)
     part, whole = directory / "model.safetensors.part", directory / "model.safetensors"
@@ -171,15 +170,12 @@ def save(model: TinyModel, directory: Path) -> None:
 
 
 def save_adapter(lora: Mapping[str, tuple[Tensor, Tensor]], alpha: float, directory: Path) -> None:
-    """Write a LoRA adapter as PEFT does. A reader sees all of it or nothing.
+    """Write a LoRA adapter as PEFT does. A reader sees all of it or nothing. Raises FileExistsError.
 
     Args:
         lora: A [r, in] and B [out, r] of each linear module, by its name: `blocks.0.qkv`.
         alpha: The adapter adds `alpha / r * B @ A`.
         directory: Made; each version belongs in one of its own.
-
-    Raises:
-        FileExistsError: The directory is there already.
     """
     if directory.exists():
         raise FileExistsError(f"{directory} is there already, and no adapter is ever replaced")

@@ -11,11 +11,7 @@ READ_TIMEOUT_S = 5.0
 
 
 class ObservedTiny:
-    """A tiny engine, seen over its front end.
-
-    Raises:
-        ConfigError: It is no such address.
-    """
+    """A tiny engine, seen over its front end. Raises ConfigError."""
 
     def __init__(self, address: str | None) -> None:
         if address is not None and not address.startswith(SCHEME):

@@ -217,14 +217,7 @@ class Scheduler:
         self._change(asleep=self._asleep - tags)
 
     def load(self, version: int, tensors: Mapping[str, Tensor], label: str, content: str | None) -> None:
-        """Take tensors of the model's own layout for its weights. Kept prompts stay until `flush`.
-
-        Args:
-            version: Of the tensors.
-            tensors: All of the model, by name.
-            label: The label that it reports from now on; empty for the number of the version.
-            content: Content digest of the tensors, if it is known.
-        """
+        """Take tensors of the model's own layout for its weights. Kept prompts stay until `flush`."""
         self._require_loadable()
         for name, parameter in self.model.named_parameters():
             parameter.data = tensors[name].to(self._device)

@@ -90,11 +90,7 @@ _answer_decoder = msgspec.json.Decoder(Answer)
 
 
 class TinyServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    """Serves clients at one address until `close`, each connection on a thread of its own.
-
-    Raises:
-        EngineError: The address can't be bound.
-    """
+    """Serves clients at one address until `close`, each connection on a thread of its own. Raises EngineError."""
 
     daemon_threads = True
     block_on_close = False
