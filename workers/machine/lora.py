@@ -45,7 +45,7 @@ def missing(desired: Desired, engine: EngineState) -> tuple[AdapterVersion, ...]
 
 
 def still_read(state: AgentState) -> tuple[str, ...]:
-    """Return versions whose files may still be read, though they are no longer wanted: those left, and what is loaded."""
+    """Return unwanted versions whose files may still be read: those left, and what is loaded."""
     leftover, activity = left(_pursued(state), state.engine), state.activity
     if activity is None or not isinstance(activity.calls[0], CheckAdapter | LoadAdapter):
         return leftover
@@ -53,7 +53,7 @@ def still_read(state: AgentState) -> tuple[str, ...]:
 
 
 def lacked(state: AgentState) -> tuple[str, ...]:
-    """Return the versions that the engine does not hold, of those that are committed or being loaded, by their names."""
+    """Return those that the engine does not hold, of the versions that are committed or being loaded, by name."""
     desired = _pursued(state)
     if not desired.adapters:
         return ()
