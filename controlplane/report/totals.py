@@ -1,7 +1,7 @@
 """Adds up what came of the commands of a run: outcomes, latencies, failures, stragglers, steps. Pure.
 
-Memory grows with the number of agents and commands, never with that of answers: equal outcomes are one group, latencies
-are counted in buckets, and every list has a maximum and a count of what is left out.
+Memory grows with the number of agents and commands, and by eight bytes for each answer: equal outcomes are one group,
+and every list has a maximum and a count of what is left out.
 
 Times are the bus's wall clock in ns. Durations are of its monotonic clock in µs.
 """
@@ -17,7 +17,7 @@ from controlplane.report.fleet_history import AgentHistory, Quarantine, ReplicaH
 from controlplane.report.model import (
     Cause,
     CommandSummary,
-    LatencyHistogram,
+    Latencies,
     Refusal,
     StepSummary,
     Straggler,
@@ -78,8 +78,8 @@ class RunReport(Struct, kw_only=True):
     unexplained: list[Quarantine] = []
     unconcluded: list[CommandSummary] = []
     steps: list[StepSummary] = []
-    latencies: dict[str, LatencyHistogram] = {}
-    calls: dict[str, LatencyHistogram] = {}
+    latencies: dict[str, Latencies] = {}
+    calls: dict[str, Latencies] = {}
     stragglers: list[Straggler] = []
     replicas: dict[int, ReplicaHistory] = {}
     observed: dict[int, ObservedReplica] = {}
@@ -238,8 +238,8 @@ class Totals:
         self._report.untraced += bool(untraced)
         summary.hooks = format_agents(outcome.agent for outcome, conclusion in acted if conclusion.still_running)
         for outcome, _ in acted:
-            latencies = self._report.latencies.setdefault(command_kind(report.command), LatencyHistogram())
-            latencies.add(outcome.latency_us)
+            latencies = self._report.latencies.setdefault(command_kind(report.command), Latencies())
+            latencies.values.append(outcome.latency_us)
 
     def _add_stragglers(self, report: Report) -> None:
         for outcome in report.outcomes:
