@@ -86,17 +86,8 @@ RARE = frozenset(
     callback=read_config_file,
     help="File with options (TOML). The command line and the environment come before it.",
 )
-@click.option(
-    "--print-config",
-    is_flag=True,
-    help="Print such a file with all options as they are now, and exit.",
-)
-@click.option(
-    "--bus",
-    envvar="ROLLOUTCTL_BUS",
-    required=True,
-    help="Address of the trainer's bus, tcp://HOST:PORT.",
-)
+@click.option("--print-config", is_flag=True, help="Print such a file with all options as they are now, and exit.")
+@click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help="Address of the trainer's bus, tcp://HOST:PORT.")
 @click.option("--key", "keys", type=_PATH, envvar="ROLLOUTCTL_KEY_FILE", help="File with this agent's key.")
 @click.option(
     "--replica",
@@ -110,7 +101,6 @@ RARE = frozenset(
     metavar="N",
     type=click.IntRange(0, NODES_MAX - 1),
     default=0,
-    show_default=True,
     help="Index of this node in its replica.",
 )
 @click.option(
@@ -118,7 +108,6 @@ RARE = frozenset(
     metavar="N",
     type=click.IntRange(1, NODES_MAX),
     default=1,
-    show_default=True,
     help="Number of nodes of the replica.",
 )
 @click.option(
@@ -126,14 +115,12 @@ RARE = frozenset(
     metavar="N",
     type=click.IntRange(1, GPUS_PER_NODE_MAX),
     default=1,
-    show_default=True,
     help="GPUs of the replica on each node.",
 )
 @click.option(
     "--mode",
     type=click.Choice(MODES),
     default="hybrid",
-    show_default=True,
     help="hybrid: shares its GPUs with the trainer; standalone: has its own; colocated: is never synced, as a judge.",
 )
 @click.option("--observe", is_flag=True, help="Only observe an engine that another program commands; change nothing.")
@@ -154,13 +141,12 @@ RARE = frozenset(
     "--up-within",
     type=click.FloatRange(1, TIMEOUT_MAX_S),
     default=1800.0,
-    show_default=True,
     help="Seconds that a launched server may take to start.",
 )
 @click.option("--router", help="SGLang router in which the server is registered while the replica may serve.")
 @click.option("--worker-url", help="With --router: address of the server for the router.  [default: --url]")
 @click.option("--serve", help="tiny: address for its clients, e.g. ipc:///tmp/engine-0.")
-@click.option("--seed", default=0, show_default=True, help="tiny: seed of its initial weights.")
+@click.option("--seed", default=0, help="tiny: seed of its initial weights.")
 @click.option("--checkpoints", type=_PATH, default=".", help="Root of the paths in weight syncs.")
 @click.option("--traces", type=_PATH, help="Folder for traces.  [default: traces]")
 @click.option("--finish-hook", help="Command that /bin/sh runs after the last profiled step, e.g. an upload.")
@@ -178,21 +164,18 @@ RARE = frozenset(
     "--on-lost-bus",
     type=click.Choice(["serve", "pause"]),
     default="serve",
-    show_default=True,
     help="What the engine does while the bus is out of reach for longer than the lease.",
 )
 @click.option(
     "--memory",
     type=click.Choice(["agent", "trainer"]),
     default="agent",
-    show_default=True,
     help="Who releases the engine's memory: the agent, on command, or the trainer's own data plane.",
 )
 @click.option(
     "--wedged-after",
     type=click.IntRange(1, TIMEOUT_MAX_S),
     default=AgentConfig().wedged_after_s,
-    show_default=True,
     help="Seconds without a token, with requests running, after which the replica is not ready.",
 )
 @click.option(

@@ -46,8 +46,8 @@ EXIT_TIMEOUT_S: Final = 120.0
 
 @click.command(cls=Command, short_help="Train a small model on four agents, on this machine, and replay the log.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to make.  [default: a new one]")
-@click.option("--steps", type=click.IntRange(6, 1000), default=STEPS, show_default=True, help="Training steps.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the trainer.")
+@click.option("--steps", type=click.IntRange(6, 1000), default=STEPS, help="Training steps.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the trainer.")
 @click.option("--fault", type=click.Choice(["kill-agent"]), help="Kill one agent in the middle of the run.")
 @click.option(
     "--profiler",

@@ -30,21 +30,18 @@ _DEFAULT = ObservePolicy()
     "--torn-after",
     type=_SECONDS,
     default=_DEFAULT.torn_ms / 1000,
-    show_default=True,
     help="Seconds for which replicas may serve different weights.",
 )
 @click.option(
     "--paused-after",
     type=_SECONDS,
     default=_DEFAULT.paused_ms / 1000,
-    show_default=True,
     help="Seconds for which a replica may stand paused.",
 )
 @click.option(
     "--profiling-after",
     type=_SECONDS,
     default=_DEFAULT.profiling_ms / 1000,
-    show_default=True,
     help="Seconds for which a profiling session may be open.",
 )
 @metrics_port

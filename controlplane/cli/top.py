@@ -34,9 +34,7 @@ TIMEOUT_S: Final = 30.0
 @click.command(cls=Command, short_help="Watch the fleet, and drive it by single keys.")
 @bus_option
 @keys_option
-@click.option(
-    "--every", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Seconds between two looks."
-)
+@click.option("--every", type=click.FloatRange(0.1, 3600), default=1.0, help="Seconds between two looks.")
 def top(bus: str, keys: KeySource | None, every: float) -> None:
     """Show the fleet of a running bus, live: agents in trouble first, open commands, and the last failures.
 
