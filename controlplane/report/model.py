@@ -11,8 +11,7 @@ from math import ceil
 from msgspec import Struct, field
 
 from controlplane.report.fleet_history import Quarantine
-from schemas.commands import Command, ProfileCommand, WeightSync
-from schemas.formatting import agent_order, describe, format_agents, kind_and_reason
+from schemas.formatting import agent_order, format_agents, kind_and_reason
 from schemas.identity import identity_of
 from schemas.outcomes import Trace
 from schemas.reports import AgentOutcome
@@ -218,17 +217,6 @@ def group_by_reason(outcomes: Iterable[AgentOutcome]) -> tuple[OutcomeGroup, ...
         OutcomeGroup(kind=kind, reason=reason, agents=format_agents(agents), count=len(agents))
         for (kind, reason), agents in sorted(groups.items())
     )
-
-
-def command_kind(command: Command) -> str:
-    """Return the kind of a command: latencies of the same kind are counted together."""
-    match command:
-        case WeightSync():
-            return f"weights {command.phase}"
-        case ProfileCommand():
-            return f"profile {command.action}"
-        case _:
-            return describe(command)
 
 
 def rank_stragglers(stragglers: Iterable[Straggler]) -> list[Straggler]:

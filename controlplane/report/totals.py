@@ -21,12 +21,11 @@ from controlplane.report.model import (
     Refusal,
     StepSummary,
     Straggler,
-    command_kind,
     group_by_reason,
     rank_stragglers,
 )
 from schemas.commands import Command, EpochStart, ProfileCommand, UnknownCommand
-from schemas.formatting import format_agents, without_numbers
+from schemas.formatting import command_kind, format_agents, without_numbers
 from schemas.outcomes import Acted, Missing
 from schemas.reports import AgentOutcome, Report, Stopped
 
