@@ -45,8 +45,8 @@ class ClockLine(Struct, frozen=True, kw_only=True):
 
     Attributes:
         offset_ns: From its node's wall clock to the bus's, at the end of the log. None if it was never measured: the
-            agent's events are then placed by commands and answers, and its node's traces keep their own times.
-        error_ns: Bound of the error, there and where its traces begin; None if nothing is known.
+            agent's events are then placed by when the bus heard of them, and its node's traces keep their own times.
+        error_ns: Bound of the error, there and where its traces begin; None with `offset_ns`.
     """
 
     agent: str
@@ -56,11 +56,11 @@ class ClockLine(Struct, frozen=True, kw_only=True):
     estimates: int
 
     def __str__(self) -> str:
-        error = f"± {self.error_ns / MS:.3f} ms" if self.error_ns is not None else "± unknown"
-        if self.offset_ns is None:
-            return f"agent {self.agent}: clock offset unknown; events placed by commands and answers, {error}"
+        if self.offset_ns is None or self.error_ns is None:
+            return f"agent {self.agent}: clock offset unknown; events placed by when the bus heard of them"
         count = f"{self.estimates} estimate{'s' if self.estimates > 1 else ''}"
-        return f"agent {self.agent}: clock offset {self.offset_ns / MS:+.3f} ms {error} ({count})"
+        offset = f"{self.offset_ns / MS:+.3f} ms ± {self.error_ns / MS:.3f} ms"
+        return f"agent {self.agent}: clock offset {offset} ({count})"
 
 
 class Timeline(Struct, frozen=True, kw_only=True):
@@ -257,7 +257,7 @@ def _clock_line(clock: AgentClock, moments_ns: Sequence[int]) -> ClockLine:
         agent=clock.agent,
         incarnation=clock.incarnation,
         offset_ns=walls[0].offset_ns if known else None,
-        error_ns=max(wall.error_ns or 0 for wall in walls) if known else clock.monotonic(0).error_ns,
+        error_ns=max(wall.error_ns or 0 for wall in walls) if known else None,
         estimates=clock.estimates,
     )
 
