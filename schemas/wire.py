@@ -297,8 +297,6 @@ class ReplyPart(Struct, frozen=True, kw_only=True, tag="reply_part"):
 
 Reply = FleetStatus | Report | SyncReport | RequestRejected | ReplyPart
 
-OPERATOR_TAGS: Final = frozenset(kind.__struct_config__.tag for kind in get_args(Operator))
-
 T = TypeVar("T")
 
 # --- encoding and decoding --------------------------------------------------------------------------------------------
