@@ -145,6 +145,11 @@ class Callers:
     `new_ticket`, `add`, `note_sent`, `withdraw` and `expire` may be called from any thread, everything else in the loop
     of the bus. An order is taken by a turn or withdrawn by another thread, never both: so a caller that gets an error
     knows whether anything was sent.
+
+    Args:
+        limit: Tickets that may be open at once.
+        reply: Sends a message to an operator.
+        interval: Shortened while orders are open.
     """
 
     def __init__(

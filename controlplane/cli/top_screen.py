@@ -169,12 +169,7 @@ def top_screen(fleet: FleetStatus, view: TopView, width: int, height: int) -> Gr
     foot += [_line(_asked(view), "bold yellow")] if view.question is not None else []
     foot += [_line(_keys_line(fleet, view, width), "reverse")]
     room = height - len(head) - len(foot) - 1
-    lists = [
-        *_selected_lines(fleet, view, width),
-        *_list([f"adapter {adapter.line}" for adapter in fleet.adapters], "cyan"),
-        *_list([f"open: {text}" for text in fleet.open_lines], "yellow"),
-        *_list([each.line for each in fleet.failures], "red"),
-    ]
+    lists = [*_selected_lines(fleet, view, width), *_adapter_lines(fleet), *_open_lines(fleet), *_failure_lines(fleet)]
     lists = lists[: max(0, room - min(len(fleet.agents), ROWS_MIN))]
     table, rows = _agents(fleet, view, width, max(1, room - len(lists)))
     return Group(*head, table, *lists, *[Text("")] * (room - rows - len(lists)), *foot)
@@ -218,6 +213,18 @@ def _selected_lines(fleet: FleetStatus, view: TopView, width: int) -> list[Text]
                 one_line(f"{line.agent} on {line.host}{engine}: {line.condition}{line.in_flight}{waits}"), width
             )
     return _list(texts, "bold", 2 * LINES_MAX)
+
+
+def _adapter_lines(fleet: FleetStatus) -> list[Text]:
+    return _list([f"adapter {adapter.line}" for adapter in fleet.adapters], "cyan")
+
+
+def _open_lines(fleet: FleetStatus) -> list[Text]:
+    return _list([f"open: {text}" for text in fleet.open_lines], "yellow")
+
+
+def _failure_lines(fleet: FleetStatus) -> list[Text]:
+    return _list([each.line for each in fleet.failures], "red")
 
 
 def _list(texts: list[str], style: str, lines_max: int = LINES_MAX) -> list[Text]:
