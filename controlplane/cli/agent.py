@@ -129,10 +129,7 @@ RARE = frozenset(
     required=True,
     help="tiny, sglang, vllm, an installed backend's name, or MODULE:CLASS of one.",
 )
-@click.option(
-    "--url",
-    help="Address of this node's engine server, http://HOST:PORT; with --observe, also ipc://PATH of a tiny engine.",
-)
+@click.option("--url", help="Address of this node's engine server, http://HOST:PORT.")
 @api_key_file
 @click.option("--launch", is_flag=True, help="Start, restart and stop the server whose command follows `--`.")
 @click.option("--dist-init", help="With --launch: HOST:PORT at which the servers of a multi-node replica meet.")

@@ -258,7 +258,7 @@ def test_a_file_whose_records_are_committed_closes_though_another_program_has_lo
     file = RecordFile.open(path)
     fill(file, 10)
     append(file, record(11))
-    file.commit(wait=False)
+    file.commit()
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     file.close()

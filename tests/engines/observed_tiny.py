@@ -3,27 +3,26 @@
 from anyio import to_thread
 from msgspec.structs import replace
 
-from schemas.errors import ConfigError, EngineError
-from schemas.events import Observation
-from workers.engines.tiny.server import SCHEME, TinyClient
+from schemas.errors import EngineError
+from schemas.events import Call, Observation, Returned
+from workers.engines.tiny.server import TinyClient
 
 READ_TIMEOUT_S = 5.0
 
 
 class ObservedTiny:
-    """A tiny engine, seen over its front end. Raises ConfigError."""
+    """A tiny engine, seen over its front end."""
 
-    def __init__(self, address: str | None) -> None:
-        if address is not None and not address.startswith(SCHEME):
-            raise ConfigError(f"--url {address}: a tiny engine is reached at {SCHEME}PATH.")
-        self._client = TinyClient(address, READ_TIMEOUT_S) if address is not None else None
+    def __init__(self, url: str) -> None:
+        self._client = TinyClient(url, READ_TIMEOUT_S)
 
     async def open(self) -> None:
         """Do nothing: each question opens a connection."""
 
+    async def perform(self, call: Call, timeout_s: float) -> Returned:
+        raise AssertionError("an agent that only observes has called its engine")
+
     async def observe(self) -> Observation:
-        if self._client is None:
-            return Observation(engine="tiny", tokenizer="absent")
         try:
             held = await to_thread.run_sync(self._client.describe)
         except EngineError:
