@@ -41,7 +41,7 @@ READERS = ("schemas/profiler/readers.py",)
 PURE_MAY_IMPORT = {
     *("abc", "base64", "binascii", "bisect", "collections", "collections.abc", "contextlib", "copy", "dataclasses"),
     *("difflib", "enum", "functools", "hashlib", "heapq", "itertools", "msgspec", "msgspec.inspect"),
-    *("msgspec.json", "msgspec.msgpack", "msgspec.structs", "operator", "re", "string", "struct", "textwrap"),
+    *("array", "msgspec.json", "msgspec.msgpack", "msgspec.structs", "operator", "re", "string", "struct", "textwrap"),
     *("types", "typing", "zlib"),
 }
 """Modules from outside our packages. `PurePath` and `PurePosixPath` are allowed too: they touch no disk."""

@@ -6,7 +6,6 @@ Times are the bus's wall clock in ns. Durations are of its monotonic clock in µ
 from array import array
 from collections import Counter
 from collections.abc import Iterable
-from math import ceil
 
 from msgspec import Struct, field
 
@@ -187,7 +186,7 @@ class Latencies:
 
     def percentile(self, percent: int) -> int:
         """Return the smallest value that `percent` of all do not exceed."""
-        return sorted(self.values)[ceil(len(self.values) * percent / 100) - 1]
+        return sorted(self.values)[-(-len(self.values) * percent // 100) - 1]
 
 
 class Straggler(Struct, kw_only=True):
