@@ -24,11 +24,7 @@ class Clock(Struct, frozen=True, kw_only=True):
 
 
 class Observed(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an agent that only observes last saw of its engine; None where the engine can't tell.
-
-    Attributes:
-        generating: False when paused.
-    """
+    """What an agent that only observes last saw of its engine; None where the engine can't tell."""
 
     label: Label | None = None
     generating: bool | None = None

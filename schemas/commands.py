@@ -85,8 +85,6 @@ class PrecisionDebugger(Struct, frozen=True, kw_only=True, tag="precision_debugg
 
     Attributes:
         config_path: Configuration file on the rank's machine.
-        stages: Stages to watch; None for all.
-        strict: Fail on an unknown stage.
     """
 
     config_path: Annotated[str, Meta(max_length=512)] = ""

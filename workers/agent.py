@@ -62,7 +62,6 @@ class _Incarnation:
 
     Attributes:
         restarting: The machine has asked for the next one.
-        timer: Rings at the next moment for which the machine, the link or the driver has asked.
         stacks: Number of the newest call whose stacks were dumped, and what became of them.
     """
 

@@ -75,9 +75,6 @@ class BusLoop:
 
     Attributes:
         closed: The bus takes no orders: it is not open yet, or closes.
-        router: Connections of agents and operators.
-        publisher: Subscriptions of agents. A new one may take its place at any time.
-        clock: How long the turn under way takes.
         held_up: Answers operators while that takes too long.
         insecure: Programs on other machines can command this fleet; the status says so.
     """

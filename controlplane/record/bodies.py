@@ -45,11 +45,7 @@ class StateBody(Struct, frozen=True, array_like=True):
 
 
 class UploadBody(Struct, frozen=True, array_like=True):
-    """Decisions of an agent that follow each other.
-
-    Attributes:
-        first: Number of the first decision in the journal: 1, 2, 3 …
-    """
+    """Decisions of an agent that follow each other."""
 
     journal: Name
     first: Positive

@@ -56,7 +56,6 @@ class LogMark(Struct, frozen=True, kw_only=True):
     """A mark, as it is in the file; see `controlplane.record.marks`.
 
     Attributes:
-        position: Of the record before it.
         logic: Version of the logic that wrote it; 0 if it can't be read.
     """
 

@@ -30,9 +30,6 @@ class AgentHistory(Struct, kw_only=True):
 
     Attributes:
         member: As the coordinator last knew it.
-        line: As `rolloutctl status` shows it, at the end.
-        heard_ns: When its last message arrived.
-        lives: Number of its incarnations that joined.
         instance: Of its engine, when that was last seen up.
         launches: How often its engine was seen up as another instance than before.
         losses: When (ns) and why it was lost; `losses_count` counts all.

@@ -33,7 +33,6 @@ class CommandSummary(Struct, kw_only=True):
     """One command.
 
     Attributes:
-        concluded: Its report is in the log.
         duration_us: From publishing to the last answer.
         traces: The first of its traces; `traces_count` and `traces_nbytes` count all.
         untraced: Global ranks that left no trace, and should have.
@@ -196,7 +195,6 @@ class Straggler(Struct, kw_only=True):
         last: On how many commands it was the last of several agents to act.
         behind_us: How much later than their median it was then, in all.
         worst_us, worst_seq: The worst of these, and its command.
-        missing: Commands that it never answered.
     """
 
     agent: str

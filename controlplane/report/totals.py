@@ -47,9 +47,7 @@ class RunReport(Struct, kw_only=True):
     Attributes:
         untraced: Commands after which a rank lacked its trace.
         left_out: What was counted and not kept.
-        damage: Why the log can't be read further; empty if it can.
         unexplained: Quarantines that belong to none of the causes.
-        unconcluded: Commands without a report.
         aborted: Weight syncs that were aborted, those for the same reason together.
         stopped: Replicas that a command kept from generating at the end of the log.
         observed: Replicas of a run that another trainer drives, by index.

@@ -26,7 +26,6 @@ class AgentRecord(NamedTuple):
 
     Attributes:
         at_ns: When the bus received the record, on the bus's clock.
-        peer: `agent/incarnation`.
     """
 
     at_ns: int

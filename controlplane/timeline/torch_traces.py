@@ -58,7 +58,6 @@ class FoundTrace(NamedTuple):
         base_ns: What its `ts` are relative to, on its node's wall clock.
         first_ns: Begin of its first slice, on that clock; None if it has no slices.
         rank: Within its torch.distributed group; None if the file does not say.
-        stacks: Whether it also holds Python calls.
     """
 
     path: Path

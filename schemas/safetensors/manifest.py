@@ -34,11 +34,7 @@ def build_manifest(directory: Path, content: bool) -> Manifest:
 
 
 class CheckpointFiles(NamedTuple):
-    """What a sync says of the files of a checkpoint or an adapter.
-
-    Attributes:
-        config: sha256 of an adapter's configuration; empty for a checkpoint.
-    """
+    """What a sync says of the files of a checkpoint or an adapter."""
 
     manifest: Manifest
     config: str = ""

@@ -51,7 +51,6 @@ class Record(Struct, frozen=True, gc=False):
     """One record.
 
     Attributes:
-        position: Counted from 1, given by `append`.
         at_ns: Wall clock, nanoseconds since 1970; negative where a clock was never set.
         agent: Agent that the record is about; '' for the bus.
     """
@@ -64,11 +63,7 @@ class Record(Struct, frozen=True, gc=False):
 
 
 class MarkRecord(Struct, frozen=True, gc=False):
-    """One mark.
-
-    Attributes:
-        position: Of the record before it; 0 before all records.
-    """
+    """One mark. Its position is that of the record before it, 0 before all records."""
 
     position: int
     at_ns: int

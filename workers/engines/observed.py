@@ -49,7 +49,6 @@ class Launch(Struct, frozen=True, kw_only=True):
 
     Attributes:
         node_rank: The front end's node; None if the engine does not count nodes.
-        nnodes: Nodes of the engine; None if it does not count them.
         missing: What the engine can't do, each operation with the reason and the remedy.
         load_format: How it read the weights of its launch; None if it does not say.
         recomputes: Frozen requests can lose their cache, and are computed anew when they continue.

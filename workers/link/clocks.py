@@ -31,7 +31,6 @@ class Exchange(NamedTuple):
     """One request and its reply.
 
     Attributes:
-        at_ns: When the reply arrived, on the agent's monotonic clock.
         offset_ns: From that clock to the bus's wall clock.
         error_ns: Half of the round trip, without the time at the bus.
     """

@@ -74,7 +74,6 @@ class Connection:
     told anew who is here. Raises BusAddressError.
 
     Attributes:
-        answered_ms: When the bus last answered.
         welcomed: The bus has welcomed the agent before. Until then there is none to lose, and `waiting` says so.
     """
 

@@ -50,7 +50,6 @@ class RestartPolicy(NamedTuple):
 
     Attributes:
         first_wait_s: Wait before the first restart; doubles for each further one within the window.
-        longest_wait_s: Upper bound of the wait.
     """
 
     most: int = 5
@@ -67,12 +66,7 @@ class RestartPolicy(NamedTuple):
 
 
 class GuardOrder(NamedTuple):
-    """The agent's order, a JSON array on stdin.
-
-    Attributes:
-        grace_s: Seconds from SIGTERM to SIGKILL.
-        launches: Launches by the guards before this one.
-    """
+    """The agent's order, a JSON array on stdin."""
 
     command: list[str]
     log: str

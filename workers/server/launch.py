@@ -52,7 +52,6 @@ class ServerStatus(Struct, frozen=True, kw_only=True):
     Attributes:
         state: `starting` until it is launched, `running` while its process lives, whether or not it answers yet.
         since_s: When that state began, on the machine's monotonic clock.
-        launches: How often it was started.
         exit_code: Exit code of the last process that ended; if negative, minus the number of the signal.
         log_tail: The last lines of the log since it was started.
     """

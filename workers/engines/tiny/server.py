@@ -52,7 +52,6 @@ class Completion(Struct, frozen=True, kw_only=True):
     """The completion of one prompt.
 
     Attributes:
-        logprobs: Log-probability of each token, under the distribution that it was drawn from.
         versions: For each token, the version of the weights that it was drawn from. They differ if the request was
             frozen during a weight sync.
         finish_reason: `abort` when it was ended early; `tokens` are those it had by then.

@@ -50,7 +50,6 @@ class ServerSnapshot(Struct, frozen=True, kw_only=True):
     Attributes:
         worker: Ray's id of the actor's process. A restart changes it.
         front_end: Name of the attribute that holds the engine's front end; None while the server launches.
-        serves: That attribute holds one.
         label: `global_steps`, which verl sets once the weights are in; empty before the first; None for a server
             without that attribute.
         adapters: LoRA weights are loaded as adapters.
