@@ -26,8 +26,8 @@ from controlplane.machine.coordinator import LOGIC
 from controlplane.machine.coordinator_state import CoordinatorState
 from controlplane.machine.replicas import is_primary, proven_replicas, quarantined_replicas, syncing_replicas
 from controlplane.plane import ControlPlane
-from schemas.commands import AdapterDrop, AdapterSync, Command, EpochStart, ProfileCommand, Target, WeightSync
-from schemas.formatting import kind_and_reason
+from schemas.commands import Target, WeightSync
+from schemas.formatting import command_kind, kind_and_reason
 from schemas.identity import ROLLOUT
 from schemas.reports import Report, SyncReport
 from schemas.transport.exposition import Sample, Table, TableCollector
@@ -181,7 +181,7 @@ class BusCollector(TableCollector):
 
     def _note_report(self, report: Report) -> None:
         command = report.command
-        kind = kind_of(command)
+        kind = command_kind(command).replace(" ", "_")
         counts = Counter(kind_and_reason(outcome.conclusion) for outcome in report.outcomes)
         for (outcome, reason), count in counts.items():
             self._outcomes.labels(kind, outcome, reason).inc(count)
@@ -192,23 +192,6 @@ class BusCollector(TableCollector):
             self._phases.labels(command.phase).observe(duration_s)
         else:
             self._durations.labels(kind).observe(duration_s)
-
-
-def kind_of(command: Command) -> str:
-    """Return the kind of a command as a label: `profile_start`, `weights_load`, `pause`."""
-    match command:
-        case ProfileCommand(action=action):
-            return f"profile_{action}"
-        case WeightSync(phase=phase):
-            return f"weights_{phase}"
-        case AdapterSync(phase=phase):
-            return f"adapter_{phase}"
-        case AdapterDrop():
-            return "adapter_drop"
-        case EpochStart():
-            return "epoch_start"
-        case _:
-            return command.operation
 
 
 # --- what is read -----------------------------------------------------------------------------------------------------

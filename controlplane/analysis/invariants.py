@@ -61,11 +61,7 @@ _Interned = dict[Hashable, Hashable]
 
 
 class Violation(Struct, frozen=True):
-    """An invariant that did not hold.
-
-    Attributes:
-        position: Of the record that shows it.
-    """
+    """An invariant that did not hold."""
 
     invariant: str
     position: int

@@ -166,12 +166,7 @@ class Callers:
         self._advice: dict[int, str] = {}  # by ticket: what its caller should know if it is refused or stale
 
     def new_ticket(self, timeout_us: int = FOREVER_US, *, ordered: bool = True) -> Ticket[Any]:
-        """Return a ticket with a number of its own.
-
-        Args:
-            timeout_us: Longest time that its request takes.
-            ordered: It is for an order. Others have negative numbers, and are not in the log.
-        """
+        """Return a ticket with a number of its own: negative, and not in the log, unless it is for an order."""
         number = next(self._numbers)
         ticket: Ticket[Any] = Ticket(number if ordered else -number)
         ticket.timeout_us = timeout_us
@@ -274,12 +269,7 @@ class Callers:
         return None
 
     async def build_manifests(self, root: Path, begin: Callable[[], None]) -> None:
-        """Look at each checkpoint that an operator asks for, until cancelled.
-
-        Args:
-            root: What their paths are relative to.
-            begin: Begins a turn, with the order for the sync.
-        """
+        """Look at each checkpoint that an operator asks for, until cancelled."""
         while True:
             self._asked = anyio.Event()
             while self._pending_syncs:
@@ -301,14 +291,7 @@ class Callers:
         return bool(self._orders)
 
     def take_orders(self, at_us: int, at_ns: int, agents: int) -> list[CoordinatorEvent]:
-        """Return the oldest orders as events of this moment.
-
-        Args:
-            at_us: This moment on the clock of the bus.
-            at_ns: The same moment on the wall clock.
-            agents: In the fleet. For many of them only a few orders are taken: the others get turns of their own, and
-                what arrives comes in between.
-        """
+        """Return the oldest orders as events of this moment: a few for many agents, since others wait for a turn."""
         if not self._orders:
             return []
         with self._taking:
@@ -342,12 +325,7 @@ class Callers:
             ticket.fail(error)
 
     def fail_all(self, error: BusError, *, operators: bool = True) -> None:
-        """Drop the queued orders and fail every ticket.
-
-        Args:
-            error: What each of them raises.
-            operators: Also answer those, in the loop of the bus. Without them it may be called from any thread.
-        """
+        """Drop the queued orders and fail every ticket. Without `operators`, it may be called from any thread."""
         with self._taking:
             queued = {order.ticket for order in self._orders if not isinstance(order, SendFailed | SendReturned)}
             self._orders.clear()

@@ -51,10 +51,8 @@ class TopView(Struct, frozen=True, kw_only=True):
         replica: The selected one; None for all.
         question: A command that waits to be confirmed.
         typed: Its profiling step, or the checkpoint of a sync, as typed.
-        message: How the newest command ended.
         trouble: Whether it ended badly.
         silent: Why the bus did not answer last time; empty if it did.
-        over: The operator wants to leave.
     """
 
     replica: int | None = None

@@ -10,11 +10,7 @@ from schemas.reports import AdapterStatus
 
 
 class FleetView:
-    """What is known of the fleet in one state of the coordinator.
-
-    Args:
-        state: It is replaced and never changed, so any thread may read this view.
-    """
+    """What is known of the fleet in one state of the coordinator."""
 
     def __init__(self, state: CoordinatorState) -> None:
         self.state = state
@@ -46,11 +42,7 @@ class FleetView:
         return adapter_statuses(self.state)
 
     def oldest_adapter(self, name: str) -> int:
-        """Return the oldest version of an adapter whose files a replica may still read; 0 if none is needed.
-
-        Args:
-            name: Of the adapter.
-        """
+        """Return the oldest version of an adapter whose files a replica may still read; 0 if none is needed."""
         return oldest_adapter(self.state, name)
 
     def provenance(self, answer: object, *, replica: int | None = None, model: str = "") -> list[Provenance]:

@@ -99,8 +99,7 @@ class RecordedRun:
 def find_logs(place: Path) -> list[Path]:
     """Return the run logs at a place: the file, or all below the folder, including damaged ones.
 
-    Raises:
-        ConfigError: There is none.
+    Raises ConfigError if there is none.
     """
     if not place.exists():
         raise ConfigError(f"--replay-log {place}: there is no such file or folder")

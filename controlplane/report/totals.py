@@ -1,7 +1,7 @@
 """Adds up what came of the commands of a run: outcomes, latencies, failures, stragglers, steps. Pure.
 
-Memory grows with the number of agents and commands, never with that of answers: equal outcomes are one group, latencies
-are counted in buckets, and every list has a maximum and a count of what is left out.
+Memory grows with the number of agents and commands, and by eight bytes for each answer: equal outcomes are one group,
+and every list has a maximum and a count of what is left out.
 
 Times are the bus's wall clock in ns. Durations are of its monotonic clock in µs.
 """
@@ -19,17 +19,16 @@ from controlplane.report.fleet_history import AgentHistory, Quarantine, ReplicaH
 from controlplane.report.model import (
     Cause,
     CommandSummary,
-    LatencyHistogram,
+    Latencies,
     Refusal,
     SampleSummary,
     StepSummary,
     Straggler,
-    command_kind,
     group_by_reason,
     rank_stragglers,
 )
 from schemas.commands import Command, EpochStart, ProfileCommand, UnknownCommand
-from schemas.formatting import format_agents, without_numbers
+from schemas.formatting import command_kind, format_agents, without_numbers
 from schemas.outcomes import Acted, Missing
 from schemas.reports import AgentOutcome, Report, Stopped
 
@@ -49,20 +48,13 @@ class RunReport(Struct, kw_only=True):
     """What the page shows.
 
     Attributes:
-        closed: The bus was closed, and did not die.
-        counts: Outcomes by kind.
-        causes: Of the outcomes that failed or are missing, and of lost agents.
         untraced: Commands after which a rank lacked its trace.
         left_out: What was counted and not kept.
         samples: By how many versions they were behind; None where that is not known.
         staleness: Training step, and how many versions its tokens were behind on average, of the newest steps.
-        damage: Why the log can't be read further; empty if it can.
         unexplained: Quarantines that belong to none of the causes.
-        unconcluded: Commands without a report.
         aborted: Weight syncs that were aborted, those for the same reason together.
         stopped: Replicas that a command kept from generating at the end of the log.
-        latencies: By kind of command, of the agents that acted; `calls` by kind of engine call.
-        replicas: By index.
         observed: Replicas of a run that another trainer drives, by index.
     """
 
@@ -90,8 +82,8 @@ class RunReport(Struct, kw_only=True):
     unexplained: list[Quarantine] = []
     unconcluded: list[CommandSummary] = []
     steps: list[StepSummary] = []
-    latencies: dict[str, LatencyHistogram] = {}
-    calls: dict[str, LatencyHistogram] = {}
+    latencies: dict[str, Latencies] = {}
+    calls: dict[str, Latencies] = {}
     stragglers: list[Straggler] = []
     replicas: dict[int, ReplicaHistory] = {}
     observed: dict[int, ObservedReplica] = {}
@@ -261,8 +253,8 @@ class Totals:
         self._report.untraced += bool(untraced)
         summary.hooks = format_agents(outcome.agent for outcome, conclusion in acted if conclusion.still_running)
         for outcome, _ in acted:
-            latencies = self._report.latencies.setdefault(command_kind(report.command), LatencyHistogram())
-            latencies.add(outcome.latency_us)
+            latencies = self._report.latencies.setdefault(command_kind(report.command), Latencies())
+            latencies.values.append(outcome.latency_us)
 
     def _add_stragglers(self, report: Report) -> None:
         for outcome in report.outcomes:

@@ -24,7 +24,6 @@ class CallRefused(EngineError):
 
     Attributes:
         status: HTTP status; None in process.
-        body: The engine's own message.
     """
 
     def __init__(self, message: str, status: int | None, body: str) -> None:
@@ -40,8 +39,7 @@ class CallNotBegun(CallRefused, RefusedError):
 def begun() -> Iterator[None]:
     """Hold the further requests of a call that has touched the engine: what is refused here is no refusal of the call.
 
-    Raises:
-        EngineError: A request was refused.
+    Raises EngineError.
     """
     try:
         yield
