@@ -32,8 +32,10 @@ from typing import Final, Literal, NamedTuple
 import anyio
 from anyio import to_thread
 
+from controlplane.bus.callers import PHASES
 from controlplane.machine.adapters import NAMES_MAX, live_versions, needed_paths
 from controlplane.plane import ControlPlane
+from controlplane.tickets import Ticket
 from controlplane.trainers.gateway import routes
 from controlplane.trainers.gateway.adapters import FOLDER, adapter_of, copy_adapter, label_of
 from schemas.commands import Checkpoint, EngineCommand
@@ -274,7 +276,7 @@ class Posts:
             in_flight=modes[-1] if modes else "abort",
             timeout=self._timeout_s,
         )
-        report = await (await to_thread.run_sync(sync))
+        report = await self._after_others(sync, asked)
         if report.status == "committed":
             self._committed, self._label = report.version, asked.label
         return report
@@ -287,7 +289,7 @@ class Posts:
         try:
             await in_thread(copy_adapter, self._root, asked.path, place)
             sync = partial(self._plane.sync_adapter, asked.adapter, None, place, timeout=self._timeout_s)
-            return await (await to_thread.run_sync(sync))
+            return await self._after_others(sync, asked)
         finally:
             self._taken.discard(place)
 
@@ -307,6 +309,20 @@ class Posts:
                     await in_thread(partial(rmtree, ignore_errors=True), self._root / folder / name)
 
     # --- both ---------------------------------------------------------------------------------------------------------
+
+    async def _after_others(self, sync: Callable[[], Ticket[SyncReport]], asked: Asked) -> SyncReport:
+        """Sync. While that of an operator has not ended, wait for as long as one may take: a trainer would end."""
+        until, said = anyio.current_time() + PHASES * self._timeout_s, False
+        while True:
+            try:
+                return await (await to_thread.run_sync(sync))
+            except SyncInProgress as error:
+                if anyio.current_time() > until:
+                    raise
+                if not said:
+                    logger.warning("%s waits, since another sync has not ended: %s", asked, error)
+                said = True
+                await anyio.sleep(LOOK_AGAIN_S)
 
     async def _replicas_known(self) -> None:
         """Wait for replicas that the run does not know yet, as long as for a phase: a trainer may start before them."""

@@ -30,6 +30,7 @@ from controlplane.trainers.gateway.posts import Posts, status_of
 from schemas.errors import AddressInUse, ConfigError, RolloutctlError
 from schemas.formatting import printable
 from schemas.logs import logger_of
+from schemas.transport.forks import listening
 from schemas.transport.sockets import is_local
 
 logger = logger_of("gateway")
@@ -101,6 +102,7 @@ class Gateway:
         self._posts = Posts(plane, replicas, self._root, timeout_s, moment_s)
         more = range(1, replicas + 1 if ports else 1)
         self._sockets = _listen(host, [port, *(port + number if port else 0 for number in more)])
+        listening.update(sock.getsockname()[1] for sock in self._sockets)  # until the process ends
         self._replica_of = {sock.getsockname()[1]: replica for replica, sock in enumerate(self._sockets[1:])}
         self._host, self._port = host, self._sockets[0].getsockname()[1]
         self._connections = connections_within_limit(plane.view().agents_max)
@@ -153,10 +155,10 @@ class Gateway:
         limits = httpx.Limits(max_connections=self._connections, max_keepalive_connections=64)
         async with (
             httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, follow_redirects=False) as self._http,
-            anyio.create_task_group() as listening,
+            anyio.create_task_group() as tasks,
         ):
             try:
-                listening.start_soon(_serve_shielded, server, self._sockets)
+                tasks.start_soon(_serve_shielded, server, self._sockets)
                 task_status.started()
                 await self._posts.serve()
             finally:
