@@ -105,7 +105,7 @@ lint: $(VENV)/.ready
 docs: $(VENV)/.docs-ready
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs build/docs
 
-# All benchmarks, one after the other, on a machine that does nothing else: about 20 minutes. Then their figures go into
+# All benchmarks, one after the other, on a machine that does nothing else: about 25 minutes. Then their figures go into
 # docs/performance.md and README.md. One that fails leaves its old figures, and the others still run.
 bench: $(VENV)/.bench-ready
 	rm -f bench/*.json
@@ -120,6 +120,7 @@ bench: $(VENV)/.bench-ready
 	-timeout 400 $(BIN)/python -m bench.logs --commands 30000 --out bench/logs.json
 	-timeout 400 $(BIN)/python -m bench.weights --out bench/weights.json
 	-timeout 400 $(BIN)/python -m bench.checkpoints --out bench/checkpoints.json
+	-timeout 600 $(BIN)/python -m bench.adapters --out bench/adapters.json
 	$(BIN)/python -m bench.page
 
 $(VENV)/.demo-ready: pyproject.toml
