@@ -1,7 +1,7 @@
 """A virtual clock for the real shells: time passes only while nothing is ready, and then in one step to the next timer.
 
 Everything that the shells read from their surroundings comes from here: the monotonic clock and the wall clock of the
-`time` module, random numbers, random names, and the thread in which a log goes to the disk. So a seed is a run.
+`time` module, random numbers and random names. So a seed is a run.
 """
 
 import asyncio
@@ -11,14 +11,9 @@ import random
 import secrets
 import selectors
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from typing import Any, Final, TypeVar
+from collections.abc import Iterator
+from typing import Any, Final
 from unittest.mock import patch
-
-from schemas.transport import background
-
-T = TypeVar("T")
 
 BEGIN_S: Final = 1000.0
 """Of the monotonic clock."""
@@ -70,12 +65,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 @contextlib.contextmanager
-def virtual(seed: int, commit_s: Callable[[], float]) -> Iterator[VirtualLoop]:
+def virtual(seed: int) -> Iterator[VirtualLoop]:
     """Let time be virtual, and all luck of the shells that of a seed.
 
     Args:
         seed: Of the luck of the shells. A world has luck of its own.
-        commit_s: Draws how long the disk takes for a commit that the loop does not wait for.
 
     Raises:
         Exception: What a callback or a task of the loop raised, and nothing took.
@@ -87,18 +81,6 @@ def virtual(seed: int, commit_s: Callable[[], float]) -> Iterator[VirtualLoop]:
     def monotonic_ns() -> int:
         return round(loop.time() * 1_000_000_000)
 
-    def begin(work: Callable[[], T], name: str, *, daemon: bool) -> "Future[T]":
-        future: Future[T] = Future()
-
-        def end() -> None:
-            try:
-                future.set_result(work())
-            except Exception as error:
-                future.set_exception(error)
-
-        loop.call_later(commit_s(), end)
-        return future
-
     random.seed(seed)
     _Task.made = 0
     try:
@@ -107,7 +89,6 @@ def virtual(seed: int, commit_s: Callable[[], float]) -> Iterator[VirtualLoop]:
             patch.object(time, "monotonic", loop.time),
             patch.object(time, "time_ns", lambda: WALL_NS + monotonic_ns()),
             patch.object(secrets, "token_hex", lambda nbytes=32: names.randbytes(nbytes).hex()),
-            patch.object(background, "begin", begin),
         ):
             yield loop
     finally:

@@ -81,12 +81,6 @@ GUARDS = {
         "pass",
         0,
     ),
-    "one snapshot": Guard(
-        "workers/link/link.py",
-        "if session is not None and session.snapshot.is_set() and session.repeated:",
-        "if False:",
-        0,
-    ),
     "lease of members": Guard(
         "workers/link/link.py",
         "joined = self._session is not None and self._session.snapshot.is_set()",
@@ -95,7 +89,7 @@ GUARDS = {
     ),
     "recorded first": Guard(
         "controlplane/bus/bus_loop.py",
-        "if effects and not (yield from self._commit()):",
+        "if effects and not self._commit():",
         "if False:",
         0,
     ),
@@ -105,21 +99,9 @@ GUARDS = {
         "if False:",
         0,
     ),
-    "peers that are gone": Guard(
-        "controlplane/bus/bus_loop.py",
-        "self._unreachable.append(peer)",
-        "pass",
-        0,
-    ),
     "tickets of a closed bus": Guard(
         "controlplane/bus/bus.py",
-        "await self.run([events.Closed(at_us=at_us, at_ns=at_ns)], at_us, at_ns)",
-        "pass",
-        0,
-    ),
-    "tickets while the disk hangs": Guard(
-        "controlplane/bus/turn_clock.py",
-        "callers.expire(self._now_us(), BusFaulted(hold_up))",
+        "self.run([events.Closed(at_us=at_us, at_ns=at_ns)], at_us, at_ns)",
         "pass",
         0,
     ),

@@ -28,7 +28,7 @@ from schemas import events
 from schemas.transport.wakeup import callback_context
 from schemas.wire import encode
 from tests.simulation.adapters import GRACE_MS
-from tests.simulation.bus import COMMIT_MS, Bus
+from tests.simulation.bus import Bus
 from tests.simulation.cluster import World
 from tests.simulation.promises import Broken, Promises
 from tests.simulation.shells import clock
@@ -194,14 +194,6 @@ class ShellWorld(World):
         self.rough = Rough()
         self.network.late_ms, self.network.drops = 5, 0.0
 
-    def commit_s(self) -> float:
-        """How long the disk takes."""
-        hangs = self.rng.random() < self.weather.hangs
-        commit_ms = 3000 if hangs else self.rng.choice(COMMIT_MS)
-        for bus in self.buses:
-            bus.slowest_ms = max(bus.slowest_ms, commit_ms)
-        return commit_ms / 1000
-
     def replace_trainer(self) -> None:
         """The trainer dies or closes, and another takes over."""
         bus, self.bus = self.bus, None
@@ -270,11 +262,9 @@ class _Errors(logging.Handler):
 
 def simulate(seed: int, story: list[str] | None = None) -> ShellWorld:
     """Play one run. Raises Broken if a promise does not hold."""
-    worlds: list[ShellWorld] = []
     logger = logging.getLogger("rolloutctl")
-    with tempfile.TemporaryDirectory() as folder, clock.virtual(seed, lambda: worlds[0].commit_s()) as loop:
+    with tempfile.TemporaryDirectory() as folder, clock.virtual(seed) as loop:
         world = ShellWorld(seed, loop, Path(folder), story)
-        worlds.append(world)
         handler, propagates = _Errors(world), logger.propagate
         logger.addHandler(handler)
         logger.propagate = False
