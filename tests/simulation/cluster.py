@@ -450,7 +450,8 @@ class World:
         if process is None:
             return
         committed = engine is None or engine.version <= process.state.desired.version
-        if engine is not None and self.weather.forgets and (engine.session_step is not None or engine.is_torn):
+        told = engine is not None and (engine.session_step is not None or engine.is_torn or engine.hides)
+        if engine is not None and self.weather.forgets and told:
             committed = self.others.random() < 0.8
         if self.rng.random() >= self.weather.journals / (50 if committed else 1):
             return

@@ -87,6 +87,8 @@ class Ledger:
         resuming: What it was to serve when it last asked its engine to resume.
         quarantined_at: The last command that it had decided when it went out of service by itself; those that were
             queued then come after it.
+        unproven: What its engine held by a broadcast when it lost its journal.
+        received: The commands for which its engine was told to receive a broadcast.
         begun_at: Seq of the snapshot with which this agent began to follow a log that had lost its tail. The bus may
             not have known its place before that.
     """
@@ -107,6 +109,8 @@ class Ledger:
     begun_at: int = 0
     quarantined_at: int = 0
     resuming: str = ""
+    unproven: str = ""
+    received: set[tuple[int, int]] = field(default_factory=set)
 
 
 @dataclass
@@ -322,6 +326,7 @@ class Promises:
         ledger.performed.add(perform.call_id)
         self.judge("P6 fencing", verdicts.alone(process))
         engine = process.slot.engine
+        self.judge("P5 one effect", verdicts.receives(process, perform.call))
         if isinstance(perform.call, Sleep | Wake) and engine is not None and engine.memory == "trainer":
             self.broken("P5 one effect", f"{process.peer} calls {perform.call} on memory that is the trainer's")
         if isinstance(perform.call, Resume) and process.slot.on_lost_bus == "pause" and ledger.lease_over:

@@ -147,6 +147,22 @@ def planning_unread(state: AgentState, event: Event) -> Decided:
     return machine.decide(state, event)
 
 
+def trusting_what_it_finds(state: AgentState, event: Event) -> Decided:
+    """Take the cache of an engine that is found paused for one of the weights that it holds."""
+    after, effects = machine.decide(state, event)
+    found = state.engine.instance is None and after.engine.instance is not None
+    return replace(after, engine=replace(after.engine, stale_cache=False)) if found else after, effects
+
+
+def taking_silence_for_yes(state: AgentState, event: Event) -> Decided:
+    """Take an engine that does not say whether it is paused for one that generates."""
+    after, effects = machine.decide(state, event)
+    found = state.engine.instance is None and after.engine.instance is not None
+    if found and after.engine.generating is None:
+        after = replace(after, engine=replace(after.engine, generating=True))
+    return after, effects
+
+
 def never_reading_back(state: AgentState, event: Event) -> Decided:
     """Believe that an engine holds the adapters that it was given, whatever it lists."""
     if isinstance(event, EngineObserved | EngineReturned) and event.observation is not None:
@@ -352,6 +368,10 @@ ABLATIONS = {
     "a lease of members": Ablation(Mechanisms(lease_of_members=False), "P7 trainer first", first=24),
     # An agent that is cut off brings its engine back to what it remembers, and its successor to what is committed.
     "one commander": Ablation(Mechanisms(agent=undoing_others, adapters=False), "P6 fencing", first=166),
+    # An agent without its journal finds an engine paused that was given other weights, and lets it go on.
+    "a cache that is found": Ablation(Mechanisms(agent=trusting_what_it_finds), "I1 no torn serving"),
+    # An engine that an agent without its journal has found paused, and that does not say so, stays paused.
+    "silence": Ablation(Mechanisms(agent=taking_silence_for_yes), "convergence"),
     # An engine evicts an adapter, and its replica goes on to be listed for it.
     "adapters read back": Ablation(Mechanisms(agent=never_reading_back), "P12 adapters", first=29),
     # A sync of a few megabytes stops the whole fleet.

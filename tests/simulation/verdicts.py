@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from controlplane.machine.events import CoordinatorEvent, JoinReceived, ResendRequested, RetireRequested
-from schemas.commands import AdapterSync, Command, EpochStart, ProfileCommand, UnknownCommand, WeightSync
+from schemas.commands import AdapterSync, Broadcast, Command, EpochStart, ProfileCommand, UnknownCommand, WeightSync
 from schemas.desired import Desired, requested_session
-from schemas.events import CommandReceived, Event, LeaseExpired, SnapshotReceived, Started
+from schemas.events import Call, CommandReceived, Event, LeaseExpired, Load, SnapshotReceived, Started
 from schemas.identity import ROLLOUT, Identity, RolloutMode, agent_of, replica_and_node
 from schemas.outcomes import Acted, Missing, Reason, Skipped
 from schemas.reports import Report, SyncReport
@@ -152,17 +152,31 @@ def alone(process: Process) -> str:
 
 
 def leased(process: Process) -> str:
-    """An agent that no command can reach goes by its lease, whatever else it hears."""
+    """An agent that no command can reach goes by its lease, whatever else it hears. A snapshot is the newest command,
+    also of a bus that is gone by now.
+    """
     now, member = process.world.now, None
     if process.bus is not None:
         member = process.bus.state.members.get(process.slot.name)
     commanded = member is not None and member.state == "live" and member.peer == process.peer
-    if commanded or process.lease_over:  # a snapshot of a bus that is gone by now begins another lease
+    if commanded or process.lease_over:
         process.commanded_ms = now
     late = now - process.commanded_ms > process.world.settings.lease_ms + LEASE_LATE_MS
     return (
         f"{process.peer} is out of reach of commands, and its lease goes on" if late and not process.lease_over else ""
     )
+
+
+def receives(process: Process, call: Call) -> str:
+    """A broadcast is received once for each command to load it, and by no agent of its own accord."""
+    if not isinstance(call, Load) or not isinstance(call.source, Broadcast):
+        return ""
+    activity, received = process.state.activity, process.slot.ledger.received
+    trigger = activity.trigger if activity is not None else None
+    if trigger is None or (trigger.origin, trigger.seq) in received:
+        return f"{process.peer} receives {call.source.group} again, and nobody sends it"
+    received.add((trigger.origin, trigger.seq))
+    return ""
 
 
 def version(promises: Promises, bus: Bus, new: Published) -> str:

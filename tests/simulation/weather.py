@@ -42,6 +42,7 @@ class Weather:
     Attributes:
         aim: What misfortune is aimed at.
         pushes: Share of syncs whose weights the trainer pushes.
+        broadcasts: Share of syncs whose weights the trainer broadcasts.
         syncs: Share of syncs among what the trainer asks for.
         hasty: Chance that an agent says hello a second time, before the first was answered.
         one_port: The publish port is the same in each life of the bus, so a subscription outlives it.
@@ -52,7 +53,8 @@ class Weather:
         blind: Chance that an observation fails, by an exception, a time-out or a stray cancellation.
         deaf: Chance that the publish port is out of an agent's reach for longer than its lease, and the control port
             is not.
-        forgets: A journal may be lost with a session, and after a load that was cut off.
+        forgets: A journal may be lost with a session, after a load that was cut off, and beside an engine that is
+            paused with a cache of other weights, or that does not say whether it is paused.
         successors: Chance that an agent is cut off for good and lives on, while another takes over its engine.
     """
 
@@ -72,6 +74,7 @@ class Weather:
     retires: float = 0.0
     releases: float = 0.0
     pushes: float = 0.0
+    broadcasts: float = 0.0
     syncs: float = 0.2
     hasty: float = 0.0
     one_port: bool = False
@@ -121,6 +124,7 @@ class Weather:
         weather.deaf = rng.choice((0.0, 0.0, 0.0, 0.04))
         weather.forgets = rng.random() < 0.5
         weather.successors = rng.choice((0.0, 0.0, 0.0, 0.0, 0.06))
+        weather.broadcasts = rng.choice((0.0, 0.0, 0.0, 0.5))
         return weather
 
     def aimed(self) -> Weather:

@@ -53,6 +53,7 @@ from workers.machine.state import (
     NOTHING_SUPPRESSED,
     Activity,
     AgentState,
+    EngineState,
     Remembered,
     call_name,
     remember,
@@ -343,6 +344,8 @@ def _on_returned(state: AgentState, event: events.EngineReturned, effects: Effec
         message = f"{engine.name} was relaunched during {call_name(call)}."
         failure = Failed(ErrorKind.ENGINE_ERROR, with_engine_state(message, engine))
     suppressed = on_another_launch(state.suppressed) if restarted else state.suppressed
+    if state.bus_lost and activity.trigger is None and _is_taken_over(state, call, engine):
+        state, activity = replace(state, changed_by_others=True), replace(activity, calls=activity.calls[:1])
     state = replace(state, engine=engine, suppressed=suppressed)
     if failure is None and type(call) is events.Observe:
         state, activity, failure = _plan_again(state, activity)
@@ -368,17 +371,29 @@ def _on_returned(state: AgentState, event: events.EngineReturned, effects: Effec
     return _proceed(_end_activity(state, outcome, effects), event.at_ms, effects)
 
 
+def _is_taken_over(state: AgentState, call: events.Call, after: EngineState) -> bool:
+    """Whether the engine shows, after a call without a bus, that another agent commands it."""
+    before = state.engine
+    if type(call) is events.Observe:
+        before = replace(before, label=None) if before.maybe_pushed else before  # its own trainer may have pushed
+        return changed_by_others(before, after, state.desired)
+    loads = isinstance(call, events.Load | events.Restore)
+    return not loads and before.label not in (None, after.label) and not (before.torn or relaunched(before, after))
+
+
 def _plan_again(state: AgentState, activity: Activity) -> tuple[AgentState, Activity, Failed | None]:
     """Plan the rest of an activity, now that the engine was observed."""
     desired = still_desired(state.desired, state.suppressed)
     state = replace(state, engine=adopt_pushed(state.engine, desired, state.identity))
-    trigger = activity.trigger.command if activity.trigger is not None else None
-    failure = stranded(trigger, desired, state.engine, state.identity)
+    if activity.trigger is None:
+        rest = own_calls(state, just_observed=True)
+        if memory_missing(rest, state.engine, state.identity) is not None:
+            rest = ()  # its time comes when the trainer takes the memory back
+        return state, replace(activity, calls=(*activity.calls[:1], *rest)), None
+    failure = stranded(activity.trigger.command, desired, state.engine, state.identity)
     planned = reconcile(desired, state.engine, state.identity, just_observed=True)
     rest = (*planned, *(call for call in activity.calls[1:] if call not in planned))
     lacking = memory_missing(rest, state.engine, state.identity)
-    if activity.trigger is None and lacking is not None:
-        rest, lacking = (), None  # its time comes when the trainer takes the memory back
     return state, replace(activity, calls=(*activity.calls[:1], *rest)), failure or lacking
 
 
