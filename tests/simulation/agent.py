@@ -464,8 +464,8 @@ class Process:
             self.world.promises.leased(self)
 
     def hear(self, epoch: int) -> None:
-        """Renew the lease of an agent that has joined; until then the bus commands nothing here, however it answers. Nor
-        does a bus that was replaced.
+        """Renew the lease of an agent that has joined; until then the bus commands nothing here, however it answers.
+        One that was replaced never does.
         """
         if self.world.mechanisms.lease_of_members and (not self.welcomed or self.snapshot_due):
             return

@@ -30,7 +30,7 @@ from tests.simulation import endings, serving
 from tests.simulation.adapters import AdapterTrainer, Files, Shelf
 from tests.simulation.agent import Process
 from tests.simulation.bus import Bus, Log
-from tests.simulation.engine import LAUNCH_LABEL, Engine, Temper
+from tests.simulation.engine import BROADCAST, LAUNCH_LABEL, Engine, Temper
 from tests.simulation.promises import Broken, Ledger, Promises
 from tests.simulation.slot import Slot
 from tests.simulation.trainer import Trainer
@@ -143,6 +143,8 @@ class World:
             engine.launched_from = launched_from if kind != "verl" else None
             found = random.Random(f"found {slot.name} {self.seed}")
             engine.used = found.randrange(1, 4) if found.random() < 0.1 else 0
+            if kind == "tiny" and self.weather.forgets and self.weather.journals and found.random() < 0.5:
+                engine.label = None  # else its weights are loaded again, and its cache flushed for that
             engine.closing = random.Random(f"closing {slot.name} {self.seed}")
             engine.temper.failing = {"failing loads": "load", "failing pauses": "pause"}.get(self.weather.aim, "")
             if "trainer dies" in self.weather.aim and rng.random() < 0.5:
@@ -450,9 +452,10 @@ class World:
         if process is None:
             return
         committed = engine is None or engine.version <= process.state.desired.version
-        told = engine is not None and (engine.session_step is not None or engine.is_torn or engine.hides)
-        if engine is not None and self.weather.forgets and told:
+        if engine is not None and self.weather.forgets and (engine.session_step is not None or engine.is_torn):
             committed = self.others.random() < 0.8
+        if engine is not None and self.weather.forgets and (engine.hides or engine.weights.startswith(BROADCAST)):
+            committed = self.others.random() < 0.4
         if self.rng.random() >= self.weather.journals / (50 if committed else 1):
             return
         slot.lose_journal()

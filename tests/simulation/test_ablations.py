@@ -369,9 +369,9 @@ ABLATIONS = {
     # An agent that is cut off brings its engine back to what it remembers, and its successor to what is committed.
     "one commander": Ablation(Mechanisms(agent=undoing_others, adapters=False), "P6 fencing", first=166),
     # An agent without its journal finds an engine paused that was given other weights, and lets it go on.
-    "a cache that is found": Ablation(Mechanisms(agent=trusting_what_it_finds), "I1 no torn serving"),
+    "a cache that is found": Ablation(Mechanisms(agent=trusting_what_it_finds), "I1 no torn serving", first=71),
     # An engine that an agent without its journal has found paused, and that does not say so, stays paused.
-    "silence": Ablation(Mechanisms(agent=taking_silence_for_yes), "convergence"),
+    "silence that is told": Ablation(Mechanisms(agent=taking_silence_for_yes), "P4 late joiner", first=395),
     # An engine evicts an adapter, and its replica goes on to be listed for it.
     "adapters read back": Ablation(Mechanisms(agent=never_reading_back), "P12 adapters", first=29),
     # A sync of a few megabytes stops the whole fleet.

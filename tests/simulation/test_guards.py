@@ -53,6 +53,12 @@ GUARDS = {
         "return not engine.maybe_pushed and",
         18,
     ),
+    "broadcast once": Guard(
+        "workers/machine/reconcile.py",
+        "source = wanted.source if load_commanded else durable_source(wanted.source)",
+        "source = wanted.source",
+        0,
+    ),
     "same snapshot": Guard(
         "workers/machine/decide.py",
         "event.epoch == state.snapshot_epoch and event.seq < state.seq",

@@ -124,14 +124,16 @@ class Weather:
         weather.deaf = rng.choice((0.0, 0.0, 0.0, 0.04))
         weather.forgets = rng.random() < 0.5
         weather.successors = rng.choice((0.0, 0.0, 0.0, 0.0, 0.06))
-        weather.broadcasts = rng.choice((0.0, 0.0, 0.0, 0.5))
+        weather.broadcasts = rng.choice((0.0, 0.0, 0.0, 0.0, 0.7))
+        if weather.broadcasts and rng.random() < 0.7:
+            weather.syncs = 0.6
+            weather.hush()
         return weather
 
     def aimed(self) -> Weather:
         """Leave out most of the noise, so that a run gets as far as its aim, and often."""
-        for noise in ("drops", "agent_dies", "trainer_dies", "partitions", "half_open", "engine_dies", "absences"):
-            if self.aim != "none":
-                setattr(self, noise, 0.0)
+        if self.aim != "none":
+            self.hush()
         if self.aim.endswith(PHASES) or self.aim in ("failing loads", "failing pauses", "retries"):
             self.syncs = 0.6
         if self.aim == "lost tails":
@@ -139,6 +141,11 @@ class Weather:
         if self.aim == "quiet":
             self.exiles = 0.1
         return self
+
+    def hush(self) -> None:
+        """Leave out most of the noise."""
+        for noise in ("drops", "agent_dies", "trainer_dies", "partitions", "half_open", "engine_dies", "absences"):
+            setattr(self, noise, 0.0)
 
     def hits(self, whom: str, what: str) -> bool:
         """Whether this is the moment that misfortune is aimed at."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from schemas.commands import Pushed, durable_source
+from schemas.commands import Broadcast, Pushed, durable_source
 from schemas.desired import Committed, Desired, ProfileSession, Syncing
 from schemas.events import (
     AwaitPush,
@@ -137,8 +137,8 @@ def reconcile(
 
 
 def own_calls(state: AgentState, just_observed: bool = False) -> tuple[Call, ...]:
-    """Return the calls that an idle machine makes by itself. Without its bus it looks at the engine first: another agent
-    may command it by now.
+    """Return the calls that an idle machine makes by itself. Without its bus it looks at the engine first: perhaps
+    another agent commands it by now.
 
     Args:
         state: Before.
@@ -280,12 +280,14 @@ def plan_weights(desired: Desired, engine: EngineState, identity: Identity, load
 
 def _needs_none(desired: Desired, engine: EngineState, weights: Committed | Syncing, load_commanded: bool) -> bool:
     """Whether nothing has to be loaded. A label alone is not enough for a load that was just commanded: a sync that was
-    aborted may have used the same version for other weights.
+    aborted may have used the same version for other weights. And a broadcast ends for none of its receivers before all
+    take part.
     """
     if desired.sync is None:
         return holds_committed(desired, engine)
     only_label = engine.loaded is None or engine.loaded.version != engine.version
-    return holds_weights(engine, weights) and not (load_commanded and only_label)
+    again = only_label or isinstance(weights.source, Broadcast)
+    return holds_weights(engine, weights) and not (load_commanded and again)
 
 
 def _load_of(wanted: Committed, load_commanded: bool) -> Load | AwaitPush | None:
