@@ -57,7 +57,7 @@ GUARDS = {
         "workers/machine/reconcile.py",
         "source = wanted.source if load_commanded else durable_source(wanted.source)",
         "source = wanted.source",
-        0,
+        5,
     ),
     "same snapshot": Guard(
         "workers/machine/decide.py",

@@ -173,7 +173,8 @@ def receives(process: Process, call: Call) -> str:
         return ""
     activity, received = process.state.activity, process.slot.ledger.received
     trigger = activity.trigger if activity is not None else None
-    if trigger is None or (trigger.origin, trigger.seq) in received:
+    commanded = trigger is not None and isinstance(trigger.command, WeightSync) and trigger.command.phase == "load"
+    if trigger is None or not commanded or (trigger.origin, trigger.seq) in received:
         return f"{process.peer} receives {call.source.group} again, and nobody sends it"
     received.add((trigger.origin, trigger.seq))
     return ""
