@@ -135,7 +135,7 @@ class Engine:
     unseen: a start of a session since the last observation: nobody knows yet whether it is open.
     moved: the trainer released its memory, or took it back, since the last observation.
     unseen_by: those of its agents that have not looked since another one called it.
-    caller: the agent that called it last.
+    caller: the agent that called it last.   loaded_by: which of two agents gave it its weights.
     resumed: asked before the engine generates again, so that what it holds can be judged.
     shelf: its LoRA adapters.
     """
@@ -178,6 +178,7 @@ class Engine:
     shelf: Shelf = field(init=False)
     unseen_by: set[int] = field(default_factory=set)
     caller: Process | None = None
+    loaded_by: int | None = None
 
     @property
     def is_torn(self) -> bool:
@@ -215,7 +216,7 @@ class Engine:
         self.cached.clear()
         self.frozen = False
         self.interrupts = False
-        self.version, self.weights = 0, LAUNCHED
+        self.version, self.weights, self.loaded_by = 0, LAUNCHED, None
         self.label = LAUNCH_LABEL if self.label is not None else None
         if self.used and self.instance == 1 and self.label is not None:
             self.version, self.label, self.weights = self.used, str(self.used), f"{self.used} of another run"
@@ -284,7 +285,7 @@ class Engine:
     @property
     def hides_for_good(self) -> bool:
         """Whether it is in a state that it does not show, and that nothing brings to an end that does no harm."""
-        if self.shelf.hides or (self.stale and not self.paused):
+        if self.shelf.hides or (self.stale and (self.weights == LAUNCHED or not self.paused)):
             return True
         if self.kind == "tiny":
             return False
@@ -449,6 +450,7 @@ class Engine:
         if isinstance(call, events.Load):
             version, self.weights, label = call.version, weights_of(call.source), call.label or str(call.version)
         self.version, self.label = version, label if self.label is not None else None
+        self.loaded_by = self.caller.slot.double if self.caller is not None else None
         self.shelf.read_again()
         return events.Returned(digest=digest_of(self.weights) if self.kind == "tiny" else None)
 

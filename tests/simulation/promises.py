@@ -324,7 +324,7 @@ class Promises:
         if perform.call_id in ledger.performed:
             self.broken("P5 one effect", f"{process.peer} makes call {perform.call_id} again")
         ledger.performed.add(perform.call_id)
-        self.judge("P6 fencing", verdicts.alone(process))
+        self.judge("P6 fencing", verdicts.alone(process, perform.call))
         engine = process.slot.engine
         self.judge("P5 one effect", verdicts.receives(process, perform.call))
         if isinstance(perform.call, Sleep | Wake) and engine is not None and engine.memory == "trainer":

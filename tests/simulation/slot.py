@@ -72,7 +72,7 @@ class Slot:
         old = Slot(self.world, self.identity, engine, embedded=False, double=number)
         old.clock_ms, old.on_lost_bus, old.incarnations = self.clock_ms, self.on_lost_bus, self.incarnations
         old.disk, old.journal, old.ledger, old.cut_off = self.disk, self.journal, self.ledger, True
-        old.process, process.slot, self.process = process, old, None
+        old.process, process.slot, self.process, engine.loaded_by = process, old, None, None
         self.disk, self.journal = Disk(f"{self.world.seed} {self.name} after {number}"), []
         self.ledger = Ledger(answered=old.ledger.answered, lost_epoch=old.ledger.lost_epoch)
         return old

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from controlplane.machine.events import CoordinatorEvent, JoinReceived, ResendRequested, RetireRequested
 from schemas.commands import AdapterSync, Broadcast, Command, EpochStart, ProfileCommand, UnknownCommand, WeightSync
 from schemas.desired import Desired, requested_session
-from schemas.events import Call, CommandReceived, Event, LeaseExpired, Load, SnapshotReceived, Started
+from schemas.events import Call, CommandReceived, Event, LeaseExpired, Load, Observe, SnapshotReceived, Started
 from schemas.identity import ROLLOUT, Identity, RolloutMode, agent_of, replica_and_node
 from schemas.outcomes import Acted, Missing, Reason, Skipped
 from schemas.reports import Report, SyncReport
@@ -143,12 +143,25 @@ def in_time(bus: Bus, new: Published) -> str:
     return f"{new.command} is good for as long as the trainer waits" if late else ""
 
 
-def alone(process: Process) -> str:
-    """An agent that is cut off and has a successor brings the engine back once, at the end of its lease."""
-    process.calls_alone += process.slot.cut_off and process.lease_over
-    if process.calls_alone <= CALLS_ALONE_MAX:
+def alone(process: Process, call: Call) -> str:
+    """An agent that is cut off and has a successor brings the engine back once, at the end of its lease; and only as
+    long as it sees, right before each call, that its successor has called nothing since it last looked, and loaded
+    nothing. More can't be promised: what the successor does while such a call is made is seen after it.
+    """
+    engine = process.slot.engine
+    if engine is None or isinstance(call, Observe) or not (process.slot.cut_off and process.lease_over):
         return ""
-    return f"{process.peer} is cut off, has a successor, and goes on to command its engine"
+    process.calls_alone += 1
+    if process.calls_alone > CALLS_ALONE_MAX:
+        return f"{process.peer} is cut off, has a successor, and goes on to command its engine"
+    if process.held_ms:  # its disk hung after it looked
+        return ""
+    if process.slot.double in engine.unseen_by:
+        return f"{process.peer} is cut off, and calls {call} without a look at what its successor did"
+    # A push that this agent had to expect shows nothing of its successor.
+    if engine.loaded_by not in (None, process.slot.double) and not process.world.weather.pushes:
+        return f"{process.peer} is cut off, and calls {call} after its successor has loaded {engine.weights}"
+    return ""
 
 
 def leased(process: Process) -> str:

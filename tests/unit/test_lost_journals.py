@@ -37,29 +37,39 @@ def finds(
     return state, names
 
 
-@pytest.mark.parametrize("version", [0, 3])
-def test_an_engine_that_is_found_paused_is_flushed_before_it_generates(version: int) -> None:
-    """Perhaps it was given weights since it last generated."""
-    committed = Committed(version, Checkpoint("v3"), None) if version else None
-    found = replace(PRESENT, version=version, generating=False, recomputes=True)
-    state, calls = finds(found, Desired(committed=committed))
+V3 = Desired(committed=Committed(3, Checkpoint("v3"), None))
+PUSHED_4 = Desired(committed=PUSHED)
+GIVEN = [(replace(PRESENT, version=3), V3), (replace(PRESENT, version=None, label="4"), PUSHED_4)]
+
+
+@pytest.mark.parametrize(("found", "desired"), GIVEN, ids=["its version", "its label"])
+def test_an_engine_that_is_found_paused_with_weights_is_flushed_before_it_generates(
+    found: Observation, desired: Desired
+) -> None:
+    """Perhaps it was given them since it last generated."""
+    state, calls = finds(replace(found, generating=False, recomputes=True), desired)
     assert calls == ["flush", "resume"] and is_ready(state)
 
 
 def test_an_engine_that_is_found_paused_and_computes_no_requests_anew_is_flushed_after_them() -> None:
     """A pause that is not known here may have frozen requests, which keep their cache."""
-    state, calls = finds(replace(PRESENT, generating=False), Desired())
+    state, calls = finds(replace(PRESENT, generating=False, version=3), V3)
     assert calls == ["resume", "flush"] and is_ready(state)
 
 
+def test_an_engine_that_was_launched_paused_is_resumed() -> None:
+    assert finds(replace(PRESENT, generating=False, label=""), Desired())[1] == ["resume"]
+
+
 @pytest.mark.parametrize("memory", ["agent", "trainer"])
-def test_an_engine_that_is_found_generating_is_left_alone(memory: Memory) -> None:
-    assert finds(PRESENT, Desired(), memory)[1] == []
+@pytest.mark.parametrize(("found", "desired"), [(PRESENT, Desired()), *GIVEN], ids=["launch", "version", "label"])
+def test_an_engine_that_is_found_generating_is_left_alone(found: Observation, desired: Desired, memory: Memory) -> None:
+    assert finds(found, desired, memory)[1] == []
 
 
 def test_memory_that_the_trainer_has_released_holds_no_cache() -> None:
-    released = replace(PRESENT, generating=False, asleep=frozenset({"weights", "kv_cache"}))
-    state, calls = finds(released, Desired(), "trainer")
+    released = replace(PRESENT, version=3, generating=False, asleep=frozenset({"weights", "kv_cache"}))
+    state, calls = finds(released, V3, "trainer")
     assert calls == [] and not state.engine.stale_cache
 
 
@@ -73,7 +83,7 @@ def test_an_engine_that_does_not_say_whether_it_is_paused_is_told_what_is_desire
 
 
 def test_one_that_holds_pushed_weights_and_may_be_paused_gets_a_new_cache_first() -> None:
-    state, calls = finds(replace(SILENT, label="4"), Desired(committed=PUSHED))
+    state, calls = finds(replace(SILENT, label="4"), PUSHED_4)
     assert calls == ["pause", "flush", "resume"] and is_ready(state)
 
 

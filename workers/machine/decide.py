@@ -377,8 +377,10 @@ def _is_taken_over(state: AgentState, call: events.Call, after: EngineState) -> 
     if type(call) is events.Observe:
         before = replace(before, label=None) if before.maybe_pushed else before  # its own trainer may have pushed
         return changed_by_others(before, after, state.desired)
-    loads = isinstance(call, events.Load | events.Restore)
-    return not loads and before.label not in (None, after.label) and not (before.torn or relaunched(before, after))
+    if isinstance(call, events.Load | events.Restore) or before.torn or relaunched(before, after):
+        return False
+    read_first = before.label is None and after.label is not None  # after a load of its own
+    return not read_first and (before.label, before.version) != (after.label, after.version)
 
 
 def _plan_again(state: AgentState, activity: Activity) -> tuple[AgentState, Activity, Failed | None]:

@@ -87,16 +87,17 @@ def apply_observation(engine: EngineState, observation: Observation) -> EngineSt
 def _as_found(engine: EngineState, observation: Observation) -> EngineState:
     """Return what is believed of a launch that is met for the first time, or again without a journal.
 
-    One that is paused may have a cache of other weights. One that does not say whether it is may be both, and is told
-    what to do, if that does no harm; not where the trainer releases memory, since a resume would.
+    One that is paused, and was given weights, may have a cache of others. One that does not say whether it is paused may
+    be, and is told what to do, if that does no harm; not where the trainer releases memory, since a resume would.
     """
     if engine.memory != "agent" and observation.asleep != frozenset():
         return engine
+    given = bool(observation.version) or _is_unproven(engine, observation)
     if observation.generating is not None:
-        return replace(engine, stale_cache=not observation.generating)
+        return replace(engine, stale_cache=given and not observation.generating)
     if observation.remedies is None or not observation.remedies.idempotent >= PAUSE_AND_RESUME:
         return engine
-    return replace(engine, generating=None, stale_cache=_is_unproven(engine, observation))
+    return replace(engine, generating=None, stale_cache=given)
 
 
 def _paused_by_others(engine: EngineState, observation: Observation) -> bool:
