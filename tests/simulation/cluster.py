@@ -406,8 +406,9 @@ class World:
         self.say(f"{process.peer} is cut off for good, and another agent takes over")
         self.slots.append(old)
         lives_ms = self.settings.lease_ms + self.others.randrange(2000, 30_000)
-        for delay_ms in range(5000, lives_ms, 3000):  # so that it remembers weights that are not the newest
-            self.at(delay_ms, self._sync_meanwhile)
+        ends_ms = process.heard_ms + self.settings.lease_ms - self.now
+        for delay_ms in (*range(5000, lives_ms, 3000), max(0, ends_ms - self.others.randrange(1000))):
+            self.at(delay_ms, self._sync_meanwhile)  # so that it remembers weights that are not the newest
         until_ms = self.now + lives_ms + DOUBLE_FORGOTTEN_MS
         self.doubled_until[slot.identity.unit] = max(until_ms, self.doubled_until.get(slot.identity.unit, 0))
         self.at(self.others.randrange(500, 4000), slot.start, False)

@@ -57,13 +57,13 @@ GUARDS = {
         "workers/machine/reconcile.py",
         "return (Observe(),) if alone and calls and calls[0] is not state.deferred_finish else calls",
         "return calls",
-        0,
+        321,
     ),
     "taken over": Guard(
         "workers/machine/decide.py",
         "if state.bus_lost and activity.trigger is None and _is_taken_over(state, call, engine):",
         "if False:",
-        0,
+        2024,
     ),
     "joined again": Guard(
         "controlplane/machine/replicas.py",
