@@ -36,7 +36,7 @@ from schemas.wire import (
     encode_header,
     event_decoder,
 )
-from tests.simulation import adapter_verdicts
+from tests.simulation import adapter_verdicts, verdicts
 from tests.simulation.adapters import GRACE_MS
 from tests.simulation.engine import Attempt
 from workers.link.frames import read_control, read_publication, read_replay
@@ -461,7 +461,7 @@ class Process:
             self.world.say(f"{self.peer}: the lease has expired")
             self.feed(events.LeaseExpired(at_ms=self.clock_ms))
         if self.alive:
-            self.world.promises.leased(self)
+            self.world.promises.judge("P7 trainer first", verdicts.leased(self))
 
     def hear(self, epoch: int) -> None:
         """Renew the lease of an agent that has joined; until then the bus commands nothing here, however it answers.

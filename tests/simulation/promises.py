@@ -350,10 +350,6 @@ class Promises:
         """P3: an agent that is given a new key leaves no sync that it takes part in."""
         self.judge("P3 answer", verdicts.dials(self, process))
 
-    def leased(self, process: Process) -> None:
-        """P7: the end of its lease."""
-        self.judge("P7 trainer first", verdicts.leased(process))
-
     def commits(self, lost: bool = False) -> list[WeightSync]:
         """Return every published commit, in order; after those that the log has `lost`, if wanted."""
         commands = (published.command for published in (*(self.lost.values() if lost else ()), *self.log.values()))

@@ -61,7 +61,7 @@ GUARDS = {
     ),
     "taken over": Guard(
         "workers/machine/decide.py",
-        "if state.bus_lost and activity.trigger is None and _is_taken_over(state, call, engine):",
+        "if state.bus_lost and activity.trigger is None and taken_over(state.engine, call, engine, state.desired):",
         "if False:",
         2024,
     ),

@@ -44,6 +44,7 @@ from workers.machine.observe import (
     changed_by_others,
     only_observed,
     relaunched,
+    taken_over,
 )
 from workers.machine.progress import apply_time, wedged_at, with_progress
 from workers.machine.readiness import out_of_service
@@ -53,7 +54,6 @@ from workers.machine.state import (
     NOTHING_SUPPRESSED,
     Activity,
     AgentState,
-    EngineState,
     Remembered,
     call_name,
     remember,
@@ -344,7 +344,7 @@ def _on_returned(state: AgentState, event: events.EngineReturned, effects: Effec
         message = f"{engine.name} was relaunched during {call_name(call)}."
         failure = Failed(ErrorKind.ENGINE_ERROR, with_engine_state(message, engine))
     suppressed = on_another_launch(state.suppressed) if restarted else state.suppressed
-    if state.bus_lost and activity.trigger is None and _is_taken_over(state, call, engine):
+    if state.bus_lost and activity.trigger is None and taken_over(state.engine, call, engine, state.desired):
         state, activity = replace(state, changed_by_others=True), replace(activity, calls=activity.calls[:1])
     state = replace(state, engine=engine, suppressed=suppressed)
     if failure is None and type(call) is events.Observe:
@@ -369,18 +369,6 @@ def _on_returned(state: AgentState, event: events.EngineReturned, effects: Effec
     outcome = acted(state.engine, command, completed, reported)
     state = replace(state, retries=0) if state.retries else state
     return _proceed(_end_activity(state, outcome, effects), event.at_ms, effects)
-
-
-def _is_taken_over(state: AgentState, call: events.Call, after: EngineState) -> bool:
-    """Whether the engine shows, after a call without a bus, that another agent commands it."""
-    before = state.engine
-    if type(call) is events.Observe:
-        before = replace(before, label=None) if before.maybe_pushed else before  # its own trainer may have pushed
-        return changed_by_others(before, after, state.desired)
-    if isinstance(call, events.Load | events.Restore) or before.torn or relaunched(before, after):
-        return False
-    read_first = before.label is None and after.label is not None  # after a load of its own
-    return not read_first and (before.label, before.version) != (after.label, after.version)
 
 
 def _plan_again(state: AgentState, activity: Activity) -> tuple[AgentState, Activity, Failed | None]:

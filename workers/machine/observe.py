@@ -87,8 +87,8 @@ def apply_observation(engine: EngineState, observation: Observation) -> EngineSt
 def _as_found(engine: EngineState, observation: Observation) -> EngineState:
     """Return what is believed of a launch that is met for the first time, or again without a journal.
 
-    One that is paused, and was given weights, may have a cache of others. One that does not say whether it is paused may
-    be, and is told what to do, if that does no harm; not where the trainer releases memory, since a resume would.
+    One that is paused, and was given weights, may have a cache of others. One that does not say whether it is paused
+    may be, and is told what to do, if that does no harm; not where the trainer releases memory: a resume would do some.
     """
     if engine.memory != "agent" and observation.asleep != frozenset():
         return engine
@@ -179,6 +179,17 @@ def changed_by_others(before: EngineState, after: EngineState, desired: Desired)
         or (not before.unknown and after.asleep != before.asleep)
         or (not explained and (after.label, after.version) != (before.label, before.version))
     )
+
+
+def taken_over(before: EngineState, call: Call, after: EngineState, desired: Desired) -> bool:
+    """Whether the engine shows, after a call that was made without a bus, that another agent commands it."""
+    if isinstance(call, Observe):
+        before = replace(before, label=None) if before.maybe_pushed else before  # its own trainer may have pushed
+        return changed_by_others(before, after, desired)
+    if isinstance(call, _LOADS) or before.torn or relaunched(before, after):
+        return False
+    read_first = before.label is None and after.label is not None  # after a load of its own
+    return not read_first and (before.label, before.version) != (after.label, after.version)
 
 
 def _other_instance(engine: EngineState, observation: Observation) -> bool:
