@@ -349,13 +349,13 @@ ABLATIONS = {
     # The trainer pushed weights, and the sync was aborted: the engine goes on with what nobody committed.
     "weights read again": Ablation(Mechanisms(agent=believing_unread), "I1 no torn serving", first=215),
     # A push that did not arrive counts as a load.
-    "a label proves": Ablation(Mechanisms(label_proves=False), "I2 proof", first=93),
+    "a label proves": Ablation(Mechanisms(label_proves=False), "I2 proof", first=112),
     # An agent without its journal takes its engine's label for the weights that an aborted sync had under that version.
     "one version for the same weights": Ablation(Mechanisms(bus=forgetting_what_was_loaded), "I4 monotonic", first=2),
     # A trainer begins a sync, and forgets it: the engines stay paused.
     "a held commit expires": Ablation(Mechanisms(bus=holding_for_ever), "convergence", first=60),
     # A sender returned, and some weights have not arrived: the engines wait for as long as for a whole load.
-    "a sender that returned": Ablation(Mechanisms(bus=trusting_the_sender), "P3 answer", first=93),
+    "a sender that returned": Ablation(Mechanisms(bus=trusting_the_sender), "P3 answer", first=136),
     # Nodes of one replica disagree on its mode, and commands mean one thing to one and another to the other.
     "one shape": Ablation(Mechanisms(bus=of_any_shape), "P4 late joiner", first=3),
     # An agent is given a new key, and leaves the sync that it has prepared.
