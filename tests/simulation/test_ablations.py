@@ -363,7 +363,7 @@ ABLATIONS = {
     # An engine can't be read, so it shows no operation: its session is closed as one that it can't have.
     "an engine that can't be read": Ablation(Mechanisms(agent=planning_unread), "I7 sessions stay open", first=64),
     # An agent that started again said hello twice, and stays in the quarantine that its restart was to end.
-    "hello twice": Ablation(Mechanisms(bus=taking_the_second_hello, adapters=False), "I5 quarantine", first=387),
+    "hello twice": Ablation(Mechanisms(bus=taking_the_second_hello, adapters=False), "I5 quarantine", first=3101),
     # An agent reaches one of two ports, joins nothing, and counts on a bus whose commands can't reach it.
     "a lease of members": Ablation(Mechanisms(lease_of_members=False), "P7 trainer first", first=24),
     # An agent that is cut off brings its engine back to what it remembers, and its successor to what is committed.

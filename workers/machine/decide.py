@@ -64,7 +64,7 @@ from workers.machine.weights import adopt_pushed, expect_push
 
 __all__ = ["LOGIC", "Activity", "AgentState", "decide", "next_deadline"]
 
-LOGIC = 7
+LOGIC = 8
 """Version of the decisions below. It is recorded with every log; a change of behaviour is a new number."""
 
 RETRY_FIRST_MS: Final = 1000
