@@ -57,7 +57,7 @@ GUARDS = {
         "workers/machine/reconcile.py",
         "return (Observe(),) if alone and calls and calls[0] is not state.deferred_finish else calls",
         "return calls",
-        321,
+        859,
     ),
     "taken over": Guard(
         "workers/machine/decide.py",
