@@ -28,7 +28,7 @@ from anyio.abc import TaskGroup
 
 from schemas import events
 from schemas.config import AgentConfig, within_bounds
-from schemas.errors import AgentError, ConfigError, RolloutctlError
+from schemas.errors import AgentError, ConfigError, EngineError, RolloutctlError
 from schemas.identity import Identity, RolloutMode
 from schemas.listeners import Listeners
 from schemas.logs import logger_of
@@ -37,7 +37,7 @@ from schemas.transport.keys import KeySource, PeerKeys, StrPath
 from schemas.transport.sockets import Context
 from schemas.transport.timer import Timer
 from schemas.wall_clock import wall_clock_ns
-from workers.driver import EngineDriver
+from workers.driver import EngineDriver, ends_this_task, fault_of
 from workers.engine import Engine, EngineView
 from workers.link.journal import Journal, archive_journal
 from workers.link.link import Link, RunChanged
@@ -285,18 +285,26 @@ class Agent:
     async def _open_engine(self) -> None:
         try:
             await self._engine.open()
-        except Exception as error:
-            logger.warning("agent %s: %s.open raised: %s", self.identity.agent, type(self._engine).__name__, error)
+        except (Exception, asyncio.CancelledError) as error:
+            if ends_this_task(error):
+                raise
+            what = str(error) or fault_of(error).message
+            logger.warning("agent %s: %s.open raised: %s", self.identity.agent, type(self._engine).__name__, what)
+            if isinstance(error, asyncio.CancelledError):
+                raise EngineError(what) from error
             raise
 
     async def _close_engine(self) -> None:
         """Close the engine, also one that could not be opened: what its `open` had created is freed."""
         name = type(self._engine).__name__
-        with anyio.move_on_after(ENGINE_CLOSE_S, shield=True):
+        with anyio.move_on_after(ENGINE_CLOSE_S, shield=True) as scope:
             try:
                 await self._engine.close()
-            except Exception as error:
-                logger.warning("agent %s: %s.close raised: %s", self.identity.agent, name, error)
+            except (Exception, asyncio.CancelledError) as error:
+                if isinstance(error, asyncio.CancelledError) and scope.cancel_called:
+                    raise
+                what = str(error) or fault_of(error).message
+                logger.warning("agent %s: %s.close raised: %s", self.identity.agent, name, what)
 
     # --- decide, write down, perform ----------------------------------------------------------------------------------
 

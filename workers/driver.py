@@ -203,7 +203,7 @@ class EngineDriver:
         try:
             result: Returned | Fault = await self._perform(perform.call)
         except (Exception, asyncio.CancelledError) as error:
-            if _ends_this_task(error):
+            if ends_this_task(error):
                 raise
             result = fault_of(error)
         if isinstance(result, Fault):
@@ -249,7 +249,7 @@ class EngineDriver:
             try:
                 observation = await self._engine.observe()
             except (Exception, asyncio.CancelledError) as error:
-                if isinstance(error, asyncio.CancelledError) and scope.cancel_called or _ends_this_task(error):
+                if isinstance(error, asyncio.CancelledError) and scope.cancel_called or ends_this_task(error):
                     raise
                 return self._not_read(f"raised {fault_of(error).message}")
             if observation != self._observed and not is_readable(EngineObserved(at_ms=0, observation=observation)):
@@ -303,7 +303,7 @@ async def _only_observed() -> Returned:
     return _DONE  # the observation that follows is what was asked for
 
 
-def _ends_this_task(error: BaseException) -> bool:
+def ends_this_task(error: BaseException) -> bool:
     """Whether the event loop itself ends this task. Any other cancellation here comes from a task of the backend."""
     if not isinstance(error, asyncio.CancelledError):
         return False

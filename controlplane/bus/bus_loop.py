@@ -445,8 +445,8 @@ class BusLoop:
         self._pending_notifications.clear()
 
     def _flush_due(self, at_us: int) -> bool:
-        if self._log.pending and self._flush_us is None:
-            self._flush_us = at_us + FLUSH_US
+        if self._log.pending and (self._flush_us is None or self.closed):  # the closing of a log waits for no lock
+            self._flush_us = at_us + (0 if self.closed else FLUSH_US)
         return self._log.pending >= FLUSH_RECORDS or (self._flush_us is not None and at_us >= self._flush_us)
 
     def _commit(self) -> Generator[None, None, bool]:

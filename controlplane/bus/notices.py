@@ -1,7 +1,7 @@
 """What the trainer's log says of its fleet: who joins and who is lost, and how weight syncs end. Rate limited."""
 
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from typing import Final
 
 from controlplane.machine import events
@@ -37,10 +37,12 @@ class LineLimit:
 
 
 class Notices:
-    """Logs what a person who reads the trainer's log should know of its fleet."""
+    """Logs what a person who reads the trainer's log should know of its fleet. Each level of each kind has a limit of
+    its own, so that no good news hides a warning.
+    """
 
     def __init__(self) -> None:
-        self._members, self._syncs = LineLimit(), LineLimit()
+        self._members, self._syncs = defaultdict[int, LineLimit](LineLimit), defaultdict[int, LineLimit](LineLimit)
 
     def note_event(self, event: events.CoordinatorEvent, before: CoordinatorState, after: CoordinatorState) -> None:
         """Log who has joined or was lost by an event."""
@@ -51,15 +53,17 @@ class Notices:
             self._note(level, event, member_at(before, event.peer), f"is lost ({event.reason})", after)
 
     def _note(self, level: int, event: events.PeerEvent, agent: str | None, what: str, state: CoordinatorState) -> None:
-        if agent is None or not self._members.allows(event.at_us):
+        limit = self._members[level]
+        if agent is None or not limit.allows(event.at_us):
             return
         live = sum(member.state == "live" for member in state.members.values())
-        left_out, self._members.left_out = self._members.left_out, 0
+        left_out, limit.left_out = limit.left_out, 0
         more = f"; {left_out} lines like this left out" if left_out else ""
         logger.log(level, "agent %s %s; %d of %d live%s", agent, what, live, len(state.members), more)
 
     def note_report(self, report: Report | SyncReport, now_us: int) -> None:
         """Log how a weight sync ended."""
-        if isinstance(report, SyncReport) and self._syncs.allows(now_us):
-            trouble = report.status == "aborted" or report.quarantined or report.unproven
-            (logger.warning if trouble else logger.info)("%s", report.headline)
+        if isinstance(report, SyncReport):
+            level = logging.WARNING if report.flawed or report.reason else logging.INFO
+            if self._syncs[level].allows(now_us):
+                logger.log(level, "%s", report.headline)

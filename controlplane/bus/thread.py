@@ -136,8 +136,14 @@ class BusThread:
             wakeup.close()
 
     def _watch(self) -> None:
+        said = ""
         while not self._over.wait(WATCH_S):
-            self._bus.watch()
+            try:
+                self._bus.watch()
+            except Exception as error:  # such as no free descriptor: nothing else ends what must end in time
+                if said != repr(error):
+                    said = repr(error)
+                    logger.exception("what ends in time could not be looked at, and is looked at again")
             if not any(thread.is_alive() for thread in self._owners):
                 self._end_unclosed()
 

@@ -97,6 +97,7 @@ class TurnClock:
                 logger.warning("the log %s takes records again, and the bus goes on", self._log)
             self._said_us = 0
         elif self.too_long:
+            self._said_us = 0
             callers.fail_all(fault(LogError(hold_up)), operators=False)
         else:
             if not self._said_us or took_us - self._said_us > SAY_AGAIN_US:

@@ -239,22 +239,56 @@ def _pruned(state: CoordinatorState, used: list[UsedAdapter]) -> tuple[UsedAdapt
 
 def adapter_statuses(state: CoordinatorState) -> dict[str, AdapterStatus]:
     """Return the adapters that are served, by name: the newest committed version of each, and where it is held."""
-    served = {name: newest for name, known in state.adapters.items() if (newest := _newest(known)) is not None}
+    served = {name: live[0] for name in state.adapters if (live := live_versions(state, name))}
     if not served:
         return {}
     serving = proven_replicas(state).serving
-    members = [state.members[f"{replica}.0"] for replica in serving]
     return {
         name: AdapterStatus(
             name=name,
             version=entry.adapter.version,
             model=entry.adapter.model,
             path=entry.adapter.path,
-            replicas=tuple(member.hello.identity.replica for member in members if _holds(state, member, entry)),
+            replicas=tuple(replica for replica in serving if holds_version(state, replica, entry)),
             oldest=oldest_adapter(state, name),
         )
         for name, entry in sorted(served.items())
     }
+
+
+def live_versions(state: CoordinatorState, name: str) -> list[UsedAdapter]:
+    """Return the versions of an adapter that requests may name, the newest first.
+
+    Args:
+        state: The run.
+        name: Of the adapter.
+    """
+    live = [entry for entry in state.adapters.get(name, _NONE).used if entry.committed_seq and not entry.dropped_seq]
+    return sorted(live, key=lambda entry: entry.adapter.version, reverse=True)
+
+
+def holds_version(state: CoordinatorState, replica: int, entry: UsedAdapter) -> bool:
+    """Return whether a replica is proven to hold a version: by its answer to the sync, or its newest status.
+
+    Args:
+        state: The run.
+        replica: By index.
+        entry: The version.
+    """
+    adapter, member = entry.adapter, state.members.get(f"{replica}.0")
+    wanted = state.desired.get(replica, state.default_desired).adapters.get(adapter.name)
+    if member is None or wanted is None or adapter not in wanted.versions:
+        return False
+    if adapter.model in member.adapters_acked:
+        return member.adapters_acked[adapter.model]
+    proves = _decided(member) >= max(entry.loaded_seq, state.discarded_seq)
+    return member.status is not None and proves and adapter.model not in member.status.adapters_missing
+
+
+def needed_paths(state: CoordinatorState) -> frozenset[str]:
+    """Return the directories of adapters whose files a replica may still read."""
+    used = (entry for known in state.adapters.values() for entry in known.used)
+    return frozenset(entry.adapter.path for entry in used if _may_be_read(state, entry))
 
 
 def oldest_adapter(state: CoordinatorState, name: str) -> int:
@@ -268,23 +302,6 @@ def oldest_adapter(state: CoordinatorState, name: str) -> int:
     """
     used = state.adapters.get(name, _NONE).used
     return min((entry.adapter.version for entry in used if _may_be_read(state, entry)), default=0)
-
-
-def _newest(known: KnownAdapter) -> UsedAdapter | None:
-    live = [entry for entry in known.used if entry.committed_seq and not entry.dropped_seq]
-    return max(live, key=lambda entry: entry.adapter.version, default=None)
-
-
-def _holds(state: CoordinatorState, member: Member, entry: UsedAdapter) -> bool:
-    """Whether a replica that serves is proven to hold a version: by its answer to the sync, or its newest status."""
-    adapter, status, replica = entry.adapter, member.status, member.hello.identity.replica
-    wanted = state.desired.get(replica, state.default_desired).adapters.get(adapter.name)
-    if wanted is None or adapter not in wanted.versions:
-        return False
-    if adapter.model in member.adapters_acked:
-        return member.adapters_acked[adapter.model]
-    proves = _decided(member) >= max(entry.loaded_seq, state.discarded_seq)
-    return status is not None and proves and adapter.model not in status.adapters_missing
 
 
 def _decided(member: Member) -> int:

@@ -164,6 +164,11 @@ class Sync(Struct, frozen=True, kw_only=True):
         """Name of its adapter; empty for base weights. At most one sync of each is in progress."""
         return self.request.adapter.name if self.request.adapter is not None else ""
 
+    @property
+    def shown_phase(self) -> str:
+        """The phase as people are told it: of weights whose sender still sends, nothing is committed yet."""
+        return "load" if self.held_until_us is not None else self.phase
+
 
 class Order(Struct, frozen=True):
     """Whose a command was, and when it was published."""

@@ -53,6 +53,7 @@ from controlplane.machine.versions import (
     doubted_label,
     holding_replicas,
     next_version,
+    refused_number,
     refused_version,
     weights_of,
     with_loaded,
@@ -66,8 +67,8 @@ def begin(state: CoordinatorState, event: events.SyncRequested, effects: Effects
     """Begin a sync, or refuse it."""
     if (sync := state.syncs.get(event.adapter.name if event.adapter is not None else "")) is not None:
         reason = (
-            f"a sync to version {sync.version} is in its {sync.phase} phase; two at once would split the fleet. Wait "
-            "for its report, then ask again"
+            f"a sync to version {sync.version} is in its {sync.shown_phase} phase; two at once would split the fleet. "
+            "Wait for its report, then ask again"
         )
         effects.append(events.Refuse(ticket=event.ticket, kind="sync_in_progress", reason=reason))
         return state
@@ -80,6 +81,7 @@ def begin(state: CoordinatorState, event: events.SyncRequested, effects: Effects
         sync = Sync(request=request, version=event.version or next_adapter_version(state, event.adapter.name))
         adapter = adapter_of(sync)
         reason = refused_adapter(state, adapter) if adapter is not None else "an adapter is a directory of files"
+        reason = refused_number(sync) or reason
     every = frozenset(unit for unit in state.desired if isinstance(unit, int))
     if reason := reason or oversize(_command(sync, "commit", every), request.target):
         effects.append(events.Refuse(ticket=event.ticket, kind="command", reason=reason))
@@ -253,7 +255,7 @@ def is_abandoned_by_close(sync: Sync) -> bool:
 
 def abort_at_close(state: CoordinatorState, sync: Sync, event: events.Closed, effects: Effects) -> CoordinatorState:
     """Abort a sync with the last command of a bus, so that the fleet resumes without waiting for its lease."""
-    reason = f"the bus was closed in the {sync.phase} phase of the sync to version {sync.version}; it was aborted"
+    reason = f"the bus was closed in the {sync.shown_phase} phase of the sync to version {sync.version}; it was aborted"
     effects.append(events.Refuse(ticket=sync.request.ticket, kind="closed", reason=reason))
     return _abort_unreported(state, sync, event, effects)
 

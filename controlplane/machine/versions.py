@@ -33,14 +33,19 @@ def with_loaded(loaded: tuple[Committed, ...], sync: Sync) -> tuple[Committed, .
     return tuple(sorted((*loaded, weights), key=lambda known: known.version))[-LOADED_MAX:]
 
 
+def refused_number(sync: Sync) -> str:
+    """Return why the version of a requested sync is too large a number, of weights or of an adapter; else empty."""
+    largest = VERSION_MAX if sync.request.version is not None else NUMBER_MAX
+    if sync.version <= largest:
+        return ""
+    return f"version {sync.version:,} is beyond the largest, {largest:,}. Nothing was published"
+
+
 def refused_version(state: CoordinatorState, sync: Sync) -> str:
     """Return why the version of a requested sync can't be used; empty if it can."""
     version, loaded = sync.version, state.loaded
     advice = "Take a newer one, or None to let the run count. Nothing was published"
-    largest = VERSION_MAX if sync.request.version is not None else NUMBER_MAX
-    if version > largest:
-        return f"version {version:,} is beyond the largest, {largest:,}. Nothing was published"
-    if reason := _refused_label(state, weights_of(sync)):
+    if reason := refused_number(sync) or _refused_label(state, weights_of(sync)):
         return reason
     known = next((weights for weights in loaded if weights.version == version), None)
     if known is None:

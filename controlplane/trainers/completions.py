@@ -22,6 +22,8 @@ logger = logger_of("trainers")
 
 LOOK_AGAIN_S: Final = 0.2
 """Between two looks at which replicas serve, while none does, or while some have not answered."""
+MEET_S: Final = 30.0
+"""Time for a server to name its model, for which it generates nothing."""
 GIVEN_UP_S: Final = 5.0
 """Time for a replica to serve again while others serve: at the end of a sync, one may be later than others."""
 
@@ -107,12 +109,14 @@ class CompletionsClient:
             except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
                 raise ConfigError(
                     f"urls: {self._urls[replica]} of replica {replica} does not answer as vLLM's server does: "
-                    f"{error!r}. Its agent says that it serves, so the URL is wrong, or out of this process's reach"
+                    f"{error!r}. Its agent says that it serves, so the URL is wrong, or out of this process's reach, "
+                    "or the server has frozen"
                 ) from None
 
     def _model(self, replica: int) -> str:
         if replica not in self._models:
-            answer = self._http.get(f"{self._urls[replica]}/v1/models").raise_for_status()
+            url, timeout_s = f"{self._urls[replica]}/v1/models", min(MEET_S, self._timeout)
+            answer = self._http.get(url, timeout=timeout_s).raise_for_status()
             self._models[replica] = answer.json()["data"][0]["id"]
         return self._models[replica]
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, Self
 
-from schemas.errors import ConfigError, LogError
+from schemas.errors import ConfigError, LogError, LogLocked
 from schemas.storage import database, writer_lock
 from schemas.storage.checkpointer import Checkpointer
 from schemas.storage.database import BUSY_S, OWN_KEYS, Durability
@@ -182,7 +182,8 @@ class RecordFile(RecordReader):
         try:
             if not self._faulted:
                 self.commit()
-                self._note_end()
+                with contextlib.suppress(LogLocked):  # the records are in the file
+                    self._note_end()
         finally:
             if self._checkpointer is not None:
                 self._checkpointer.close()

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from schemas.errors import ConfigError
 from schemas.logs import RateLimit, logger_of
+from schemas.transport.forks import listening
 
 logger = logger_of("metrics")
 logger.addFilter(RateLimit())
@@ -92,11 +93,13 @@ def serve_metrics(collector: Collector, address: str) -> tuple[str, Callable[[],
         server = MetricsServer(host, int(port), registry)
     except OSError as error:
         raise ConfigError(f"metrics can't be served at {host}:{port}: {error.strerror or error}.") from None
+    listening.add(server.server_port)
     threading.Thread(target=server.serve_forever, name="rolloutctl-metrics", daemon=True).start()
 
     def end() -> None:
         server.shutdown()
         server.server_close()
+        listening.discard(server.server_port)
 
     shown = f"[{host}]" if ":" in host else host
     return f"http://{shown}:{server.server_port}/metrics", end

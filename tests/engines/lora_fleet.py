@@ -35,6 +35,8 @@ OPTIONS: Final[dict[Kind, tuple[str, ...]]] = {
 VARIABLES: Final[dict[Kind, dict[str, str]]] = {"vllm": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}, "sglang": {}}
 Scored = list[tuple[int, float]]
 """Tokens with their log probabilities."""
+NEAR: Final = 1e-3
+"""Two runs of the same weights differ by less, and other weights by tens."""
 
 
 class LoRAFleet:
@@ -116,6 +118,12 @@ class LoRAFleet:
             return "/generate", {"text": prompt, "sampling_params": sampling, "return_logprob": True, "lora_path": name}
         body = {"model": name or self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
         return "/v1/completions", body | {"ignore_eos": True, "return_token_ids": True, "logprobs": 1}
+
+
+def near(found: Scored, expected: Scored) -> bool:
+    """Whether the same weights made both."""
+    tokens = [token for token, _ in found] == [token for token, _ in expected]
+    return tokens and all(abs(a - b) < NEAR for (_, a), (_, b) in zip(found, expected, strict=True))
 
 
 class InFlight(threading.Thread):

@@ -49,6 +49,14 @@ def test_an_adapter_that_fits_passes(tmp_path: Path, layout: Layout) -> None:
     assert checked_adapter(tmp_path, version(manifest), layout, limits) == directory
 
 
+def test_names_may_lack_the_prefix_of_peft(tmp_path: Path, layout: Layout) -> None:
+    tensors = {name.removeprefix("base_model.model."): shape for name, shape in tensors_of(BASE, 4).items()}
+    save_adapter(tmp_path / "a", tensors=tensors)
+    checked_adapter(tmp_path, version(), layout, ANY)
+    save_adapter(tmp_path / "b", tensors={**tensors, **tensors_of({[*BASE][0]: (15, 8)}, 4)})
+    assert "holds model.layers.0.self_attn.q_proj twice" in refusal(tmp_path, layout, path="b")
+
+
 def test_some_modules_are_enough(tmp_path: Path, layout: Layout) -> None:
     save_adapter(tmp_path / "a", {name: BASE[name] for name in [*BASE][:1]})
     checked_adapter(tmp_path, version(), layout, ANY)

@@ -10,7 +10,7 @@ import pytest
 from schemas.errors import CheckpointError
 from schemas.identity import Operation
 from tests.engines.adapters import save_adapter
-from tests.engines.lora_fleet import MODULES, RANK, LoRAFleet, Scored
+from tests.engines.lora_fleet import MODULES, RANK, LoRAFleet, near
 from tests.engines.models import HIDDEN
 from tests.engines.servers import probed, wait_for
 from tests.engines.surfaces import Kind
@@ -19,8 +19,6 @@ KINDS = [
     pytest.param(kind, marks=[getattr(pytest.mark, f"engine_{kind}"), pytest.mark.timeout(900)])
     for kind in get_args(Kind)
 ]
-NEAR = 1e-3
-"""Two runs of the same weights differ by less, and other weights by tens."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -31,12 +29,6 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         assert fleet.sync(fleet.save("first", 1)).status == "committed"
         fleet.served()
         yield fleet
-
-
-def near(found: Scored, expected: Scored) -> bool:
-    """Whether the same weights made both."""
-    tokens = [token for token, _ in found] == [token for token, _ in expected]
-    return tokens and all(abs(a - b) < NEAR for (_, a), (_, b) in zip(found, expected, strict=True))
 
 
 def test_the_probe_and_the_engine_know_what_it_was_launched_for(fleet: LoRAFleet) -> None:

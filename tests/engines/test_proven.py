@@ -1,5 +1,6 @@
 """What a server is seen to do, whatever its openapi.json lists; and servers that answer late, or are asked again."""
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -275,7 +276,9 @@ class TracingVLLM:
 async def test_a_session_that_is_stopped_by_a_restarted_agent_takes_no_trace_of_others(tmp_path: Path) -> None:
     raw, session = tmp_path / "raw", ProfileSession(3, ProfilePlan())
     raw.mkdir()
-    (raw / "mine.pt.trace.json").write_text("{}")
+    mine = {"mine.pt.trace.json", os.fsdecode(b"\xff.json")}
+    for name in mine:
+        (raw / name).write_text("{}")
     place = "global_step_3/replica_0"
     with HttpServer(TracingVLLM(raw)) as server:
         first = vllm(server.url, tmp_path)
@@ -285,7 +288,7 @@ async def test_a_session_that_is_stopped_by_a_restarted_agent_takes_no_trace_of_
         stopped = await second.perform(StopProfile(session, place), 5)
         await second.close()
     assert [trace.path for trace in stopped.traces] == [f"{place}/rank0.pt.trace.json"]
-    assert [file.name for file in raw.iterdir()] == ["mine.pt.trace.json"]
+    assert {file.name for file in raw.iterdir()} == mine
     assert [file.name for file in (tmp_path / "sessions" / place).iterdir()] == ["rank0.pt.trace.json"]
 
 

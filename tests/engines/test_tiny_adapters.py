@@ -8,7 +8,6 @@ import anyio
 import pytest
 import torch
 from anyio import to_thread
-from torch.func import functional_call
 
 from controlplane import ControlPlane
 from schemas.commands import AdapterVersion, Checkpoint
@@ -17,30 +16,16 @@ from schemas.errors import CheckpointError, EngineError, RefusedError
 from schemas.events import CheckAdapter, Flush, Load, LoadAdapter, Resume, UnloadAdapter
 from schemas.identity import Identity
 from schemas.safetensors.manifest import build_manifest
+from tests.engines.tiny_lora import PROMPT, expected, lora
 from tests.waiting import until
 from workers.agent import Agent
 from workers.engines.tiny.engine import TinyEngine
-from workers.engines.tiny.model import TinyConfig, TinyModel, read_adapter, save, save_adapter, with_adapter
+from workers.engines.tiny.model import TinyConfig, TinyModel, save, save_adapter
 from workers.engines.tiny.server import Completion, TinyClient
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
-PROMPT = [3, 1, 4, 1]
 QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=500)
-
-
-def lora(seed: int, rank: int = 2) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """A and B of every linear module of the model."""
-    generator = torch.Generator().manual_seed(seed)
-    modules = {name: module for name, module in TinyModel(TinyConfig()).named_modules() if name.startswith("blocks.")}
-    return {
-        name: (
-            torch.randn(rank, module.in_features, generator=generator),
-            torch.randn(module.out_features, rank, generator=generator),
-        )
-        for name, module in modules.items()
-        if isinstance(module, torch.nn.Linear)
-    }
 
 
 def write(folder: Path, number: int) -> AdapterVersion:
@@ -63,17 +48,6 @@ async def running(folder: Path, replica: int = 0) -> AsyncIterator[tuple[TinyEng
 
 def greedy(client: TinyClient, model: str = "") -> Completion:
     return client.generate([PROMPT], 8, 0.0, model)[0]
-
-
-def expected(base: TinyModel, directory: Path | None, tokens: int = 8) -> list[int]:
-    """Greedy tokens of the base with an adapter, by a forward of all tokens each time."""
-    deltas = read_adapter(directory) if directory is not None else {}
-    made = list(PROMPT)
-    with torch.no_grad():
-        for _ in range(tokens):
-            logits, _ = functional_call(base, with_adapter(base, deltas), (torch.tensor([made]),))
-            made.append(int(logits[0, -1].argmax()))
-    return made[len(PROMPT) :]
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------

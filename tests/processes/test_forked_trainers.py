@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from controlplane import ControlPlane
+from controlplane.metrics import BusCollector
 from schemas.errors import AddressInUse
+from schemas.transport.exposition import serve_metrics
 from tests.running import started
 
 CHILD_OUTLIVES = """
@@ -41,6 +43,40 @@ plane.close()
 with ControlPlane(address, log=sys.argv[1], config=BusConfig(publish_port=port)):
     print("open again", flush=True)
 os.kill(child, signal.SIGKILL)
+"""
+METRICS_OUTLIVE = """
+import os, signal, sys
+from controlplane import ControlPlane
+from controlplane.metrics import BusCollector
+from schemas.transport.exposition import serve_metrics
+plane = ControlPlane("tcp://127.0.0.1:0", log=sys.argv[1])
+plane.open()
+served, _ = serve_metrics(BusCollector(plane), "0")
+reader, writer = os.pipe()
+if (child := os.fork()) == 0:
+    os.setsid()
+    os.write(writer, b"forked")
+    signal.pause()
+os.read(reader, 6)
+print(served, child, flush=True)
+signal.pause()
+"""
+GATEWAY_OUTLIVES = """
+import os, signal, sys
+from pathlib import Path
+from controlplane import ControlPlane
+from controlplane.trainers.gateway.service import Gateway
+plane = ControlPlane("tcp://127.0.0.1:0", log=sys.argv[1])
+plane.open()
+gateway = Gateway(plane, replicas=1, checkpoints=Path(sys.argv[2]), ports=True)
+reader, writer = os.pipe()
+if (child := os.fork()) == 0:
+    os.setsid()
+    os.write(writer, b"forked")
+    signal.pause()
+os.read(reader, 6)
+print(gateway.url.rpartition(":")[2], gateway.base_urls()[0].rpartition(":")[2], child, flush=True)
+signal.pause()
 """
 CHILD_ASKS = """
 import asyncio, os, signal, sys
@@ -79,6 +115,37 @@ def test_a_trainer_restarts_beside_the_children_of_the_one_that_was_killed(tmp_p
             os.kill(int(child), 0)
         finally:
             os.kill(int(child), signal.SIGKILL)
+
+
+def test_the_port_of_its_metrics_is_free_again_too(tmp_path: Path) -> None:
+    with started("-c", METRICS_OUTLIVE, tmp_path / "run.db") as trainer:
+        assert trainer.stdout is not None
+        served, child = trainer.stdout.readline().split()
+        try:
+            trainer.send_signal(signal.SIGKILL)
+            trainer.wait(15)
+            with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db") as plane:
+                again, end = serve_metrics(BusCollector(plane), served.split(":")[2].removesuffix("/metrics"))
+                end()
+            assert again == served
+            os.kill(int(child), 0)
+        finally:
+            os.kill(int(child), signal.SIGKILL)
+
+
+def test_the_ports_of_its_gateway_are_free_again_too(tmp_path: Path) -> None:
+    with started("-c", GATEWAY_OUTLIVES, tmp_path / "run.db", tmp_path) as trainer:
+        assert trainer.stdout is not None
+        first, second, child = map(int, trainer.stdout.readline().split())
+        try:
+            trainer.send_signal(signal.SIGKILL)
+            trainer.wait(15)
+            for port in (first, second):
+                with socket.create_server(("127.0.0.1", port)):
+                    pass
+            os.kill(child, 0)
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_a_bus_is_opened_again_beside_children_that_live_on(tmp_path: Path) -> None:

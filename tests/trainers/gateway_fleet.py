@@ -16,9 +16,9 @@ from controlplane.machine.events import Conclude
 from controlplane.plane import ControlPlane
 from controlplane.record.log import RunLog
 from controlplane.trainers.gateway.service import Gateway
-from schemas.commands import EpochStart, WeightSync
+from schemas.commands import AdapterSync, EpochStart, WeightSync
 from schemas.config import AgentConfig, BusConfig
-from schemas.events import EngineCall, Load, Observation, Returned
+from schemas.events import EngineCall, Load, LoadAdapter, Observation, Returned
 from schemas.formatting import describe
 from schemas.identity import Identity
 from schemas.reports import Report, SyncReport
@@ -64,7 +64,7 @@ class GatedEngine(TinyEngine):
         self.may_load.set()
 
     async def perform(self, call: EngineCall, timeout_s: float) -> Returned:
-        if isinstance(call, Load):
+        if isinstance(call, Load | LoadAdapter):
             await to_thread.run_sync(self.may_load.wait)
         return await super().perform(call, timeout_s)
 
@@ -148,7 +148,9 @@ class GatewayFleet:
     def operations(self) -> list[str]:
         """Every command that is no sync."""
         commands = [report.command for report in self.concluded() if isinstance(report, Report)]
-        return [describe(command) for command in commands if not isinstance(command, WeightSync | EpochStart)]
+        return [
+            describe(command) for command in commands if not isinstance(command, WeightSync | AdapterSync | EpochStart)
+        ]
 
 
 @contextmanager

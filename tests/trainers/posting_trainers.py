@@ -7,7 +7,7 @@ trainer waits between two attempts is left out, and its time-outs are arguments.
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -31,8 +31,15 @@ class PrimeRL:
         self.attempts: list[tuple[str, str]] = []
         """What each attempt came to, by path."""
 
-    async def update_weights(self, weight_dir: Path | None) -> None:
+    async def update_weights(self, weight_dir: Path | None, lora_name: str | None = None) -> None:
+        """With a `lora_name` it is `load_lora_adapter`: no pause, and a 404 and a 500 are tried again, but no 503."""
         async with self._clients() as clients:
+            if lora_name is not None and weight_dir is not None:
+                body: Any = {"lora_name": lora_name, "lora_path": weight_dir.as_posix()}
+                again = (404, 500)
+                posts = [self._post(client, "/load_lora_adapter", again=again, json=body) for client in clients]
+                await asyncio.gather(*posts)
+                return
             pause = {"mode": "keep", "clear_cache": "false"}
             await asyncio.gather(*[self._post(client, "/pause", params=pause) for client in clients])
             try:
@@ -57,7 +64,9 @@ class PrimeRL:
     def _clients(self) -> "_Clients":
         return _Clients(self._urls, self._timeout_s)
 
-    async def _post(self, client: httpx.AsyncClient, path: str, **arguments: Any) -> None:
+    async def _post(
+        self, client: httpx.AsyncClient, path: str, again: Sequence[int] = range(500, 600), **arguments: Any
+    ) -> None:
         for attempt in range(1, 11):
             try:
                 response = await client.post(path, **arguments)
@@ -65,7 +74,7 @@ class PrimeRL:
                 response.raise_for_status()
                 return
             except httpx.HTTPStatusError as error:
-                if error.response.status_code < 500 or attempt == 10:
+                if error.response.status_code not in again or attempt == 10:
                     raise
             except httpx.TransportError as error:
                 self.attempts.append((path, type(error).__name__))
@@ -79,6 +88,7 @@ class SkyRL:
     `inference_servers/remote_inference_client.py` (`_call_all_servers`, `get_world_size`,
     `init_weight_update_communicator`, `fetch_weights`, `pause`, `resume`, …) and `weight_sync/delta_strategy.py`
     (`DeltaInitInfo.to_api_payload`, `_apply_receiver_update`). No attempt is repeated, and nothing has a time-out.
+    Adapters as in 0.4.0 too: `load_lora_adapter`, `unload_lora_adapter`, `raise_for_status`.
     """
 
     def __init__(self, urls: Sequence[str], local_checkpoint_dir: Path) -> None:
@@ -111,6 +121,15 @@ class SkyRL:
         finally:
             await self._all("/resume")
 
+    async def load_lora_adapter(self, lora_name: str, lora_path: Path) -> None:
+        await self._all("/skyrl/v1/load_lora_adapter", {"lora_name": lora_name, "lora_path": str(lora_path)})
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        await self._all("/v1/unload_lora_adapter", {"lora_name": lora_name})
+        with suppress(httpx.HTTPStatusError):
+            body = {"method": "skyrl_discard_in_memory_lora", "kwargs": {"lora_name": lora_name}}
+            await self._all("/collective_rpc", body)
+
     async def _all(
         self, endpoint: str, body: object = None, method: str = "POST", params: dict[str, str] | None = None
     ) -> list[Any]:
@@ -119,6 +138,11 @@ class SkyRL:
             answers = []
             for response in await asyncio.gather(*calls):
                 answers.append(response.json() if int(response.headers.get("content-length", 0)) else None)
+                if response.status_code >= 400 and answers[-1] is not None:
+                    detail = answers[-1].get("error", {})
+                    message = detail.get("message", response.reason_phrase)
+                    text = f"{response.status_code}, message={message!r}, url={response.url}"
+                    raise httpx.HTTPStatusError(text, request=response.request, response=response)
                 response.raise_for_status()
             return answers
 
@@ -234,6 +258,18 @@ class AReaL:
         else:
             body = {"model_path": str(directory), "abort_all_requests": True}
             await self._all("/update_weights_from_disk", body)
+        rmtree(directory, ignore_errors=True)
+        await self._all(f"/{self._prefix}continue_generation", {})
+
+    async def update_adapter(self, name: str, version: int, directory: Path, save: Callable[[], object]) -> None:
+        """1.0.4: `build_disk_weight_update_requests`; of SGLang's, the unload of an old version is at best effort."""
+        await self._all(f"/{self._prefix}pause_generation", {})
+        save()
+        body = {"lora_name": f"{name}-v{version}", "lora_path": str(directory)}
+        await self._all("/v1/load_lora_adapter" if self._vllm else "/load_lora_adapter", body)
+        if not self._vllm and version >= 2:
+            with suppress(RuntimeError):
+                await self._all("/unload_lora_adapter", {"lora_name": f"{name}-v{version - 2}"})
         rmtree(directory, ignore_errors=True)
         await self._all(f"/{self._prefix}continue_generation", {})
 

@@ -1,5 +1,7 @@
 """What the gateway makes of a trainer's posts, without sockets: its table of routes, and which of them are one sync."""
 
+import io
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,8 +16,10 @@ from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from controlplane.trainers.gateway import routes
+from controlplane.trainers.gateway.adapters import adapter_of, copy_adapter
 from controlplane.trainers.gateway.posts import Answer, Posts
 from controlplane.trainers.gateway.routes import (
+    AdapterPost,
     DeltaPost,
     PausePost,
     Plain,
@@ -26,8 +30,10 @@ from controlplane.trainers.gateway.routes import (
     read_request,
 )
 from schemas.commands import Checkpoint, EngineCommand
+from schemas.errors import CheckpointError
 from schemas.outcomes import Acted
 from schemas.reports import AgentOutcome, Report, SyncReport
+from tests.waiting import until
 
 ROOTS = ("/data/run", "/mnt/disk/run")
 
@@ -60,6 +66,15 @@ ROOTS = ("/data/run", "/mnt/disk/run")
         ),
         ("/collective_rpc", {"method": "skyrl_start_weight_update", "kwargs": {}}, Plain.PART),
         ("/collective_rpc", {"method": "skyrl_finish_weight_update"}, Plain.PART),
+        ("/load_lora_adapter", {"lora_name": "r16-a32.0", "lora_path": "/data/run/a"}, AdapterPost("r16-a32.0", "a")),
+        (
+            "/v1/load_lora_adapter",
+            {"lora_name": "lora-v3", "lora_path": "/mnt/disk/run/w/v3", "load_inplace": True},
+            AdapterPost("lora-v3", "w/v3"),
+        ),
+        ("/skyrl/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/data/run/b"}, AdapterPost("a", "b")),
+        ("/unload_lora_adapter", {"lora_name": "lora-v1"}, AdapterPost("lora-v1")),
+        ("/v1/unload_lora_adapter", {"lora_name": "a", "lora_int_id": 1}, AdapterPost("a")),
     ],
 )
 def test_a_post_means_one_thing(route: str, fields: dict[str, Any], meaning: routes.Meaning) -> None:
@@ -83,7 +98,14 @@ def test_a_post_means_one_thing(route: str, fields: dict[str, Any], meaning: rou
         ("/start_profile", {}, "rolloutctl profile start"),
         ("/update_weights_from_distributed", {}, "NCCL"),
         ("/init_broadcaster", {}, "NCCL"),
-        ("/load_lora_adapter", {"lora_name": "a"}, "adapter"),
+        ("/load_lora_adapter", {"lora_name": "a"}, "no lora_path names a directory"),
+        ("/skyrl/v1/load_lora_adapter", {"lora_name": "a", "in_memory": True}, "lora.sync_mode=disk"),
+        ("/load_lora_adapter", {"lora_name": "org/a", "lora_path": "/data/run/a"}, "must be up to 100 letters"),
+        ("/load_lora_adapter", {"lora_name": 7, "lora_path": "/data/run/a"}, "lora_name is 7"),
+        ("/load_lora_adapter", {"lora_name": "a", "lora_path": "/data/other/a"}, "is not below /data/run"),
+        ("/load_lora_adapter", {"lora_name": "a", "lora_path": "/data/run/a", "pinned": True}, "pinned is set"),
+        ("/load_lora_adapter_from_tensors", {"lora_name": "miles_lora"}, "an adapter in memory"),
+        ("/areal_update_weights_lora_xccl", {"lora_name": "lora-v3"}, "weight_update_mode=disk"),
         ("/release_memory_occupation", {}, "memory"),
         ("/shutdown", {}, "does not know this route"),
         ("/v1/models", {}, "does not know this route"),
@@ -98,8 +120,8 @@ def test_what_no_command_can_stand_for_is_refused_with_what_to_do(
 
 
 def test_only_listed_routes_go_to_the_engine_and_none_of_them_changes_it() -> None:
-    assert is_passed("POST", "/generate") == routes.Passed(generates=True)
-    assert is_passed("GET", "/v1/models") == routes.Passed()
+    assert is_passed("POST", "/generate") == "tokens"
+    assert is_passed("GET", "/v1/models") == "other"
     for verb, route in (("POST", "/pause"), ("GET", "/generate"), ("POST", "/update_weights"), ("POST", "/../pause")):
         assert is_passed(verb, route) is None
     assert not routes.CONTROL.keys() & (routes.GENERATION | routes.PASSED)
@@ -124,7 +146,8 @@ class Plane:
     def view(self) -> Any:
         joined = {f"{replica}.0": SimpleNamespace(joined=True) for replica in range(3)}
         return SimpleNamespace(
-            state=SimpleNamespace(members=joined, retired=frozenset()), has_committed=self.has_committed
+            state=SimpleNamespace(members=joined, retired=frozenset(), adapters={}, syncs={}, run="run"),
+            has_committed=self.has_committed,
         )
 
     def sync_weights(self, _: None, source: Checkpoint, *, in_flight: str, timeout: float) -> Any:
@@ -138,6 +161,14 @@ class Plane:
             {"version": len(self.asked), "status": status, "loaded": [0, 1], "quarantined": [], "phases": []},
             SyncReport,
         )
+
+    def sync_adapter(self, name: str, _: None, path: str, *, timeout: float) -> Any:
+        self.asked.append((name, path.partition(".")[0]))
+        return self._report()
+
+    def drop_adapter(self, name: str) -> Any:
+        self.asked.append((name, "dropped"))
+        return self._report()
 
     def end(self, status: str) -> None:
         self._status = status
@@ -158,7 +189,8 @@ class Trainer:
 
     def write(self, name: str, text: str) -> None:
         (self.folder / name).mkdir(exist_ok=True)
-        (self.folder / name / "model.safetensors").write_text(text)
+        for file in ("model.safetensors", "adapter_model.safetensors", "adapter_config.json"):
+            (self.folder / name / file).write_text(text)
 
     async def post(self, replica: int, meaning: routes.Meaning, *, gone: bool = False) -> list[Answer]:
         """Post, and let all that it begins go as far as it gets. Returns its answer, once that is there."""
@@ -307,3 +339,89 @@ async def test_what_still_waits_when_the_gateway_ends_is_answered_503(tmp_path: 
         one.tasks = tasks  # posts that outlive it
         waiting = await one.post(0, A)
     assert waiting == [(503, "the gateway ends")]
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_with_a_version_is_one_of_its_adapter() -> None:
+    names = {"policy": "policy", "policy-v7": "policy", "r16-a32.0": "r16-a32.0", "a-vb": "a-vb", "-v7": "-v7"}
+    assert {name: adapter_of(name) for name in names} == names
+
+
+async def test_posts_of_adapters_and_of_weights_are_sets_of_their_own_at_the_same_time(tmp_path: Path) -> None:
+    async with trainer(tmp_path) as one:
+        one.write("one", "1")
+        one.write("two", "2")
+        kinds = (A, AdapterPost("policy-v1", "one"), AdapterPost("judge", "two"))
+        answers = [await one.post(replica, meaning) for replica in (0, 1) for meaning in kinds]
+        copy = "gateway-adapters/run/"
+        assert one.plane.asked == [("a", "abort"), ("policy", f"{copy}policy-v1"), ("judge", f"{copy}judge")]
+        ((status, message),) = await one.post(0, AdapterPost("policy-v2", "two"))
+        assert status == 503 and "ask again when it has ended" in message
+        await one.end()
+        assert [answer[0][0] for answer in answers] == [200] * 6 and len(one.plane.asked) == 3
+
+
+async def test_a_set_of_unloads_is_one_drop(tmp_path: Path) -> None:
+    async with trainer(tmp_path) as one:
+        first, second = await one.post(0, AdapterPost("policy")), await one.post(1, AdapterPost("policy"))
+        await one.end()
+        assert one.plane.asked == [("policy", "dropped")] and first == second and first[0][0] == 200
+        assert (await one.post(0, AdapterPost("policy-v3")))[0][0] == 200  # the run unloads old versions by itself
+        assert len(one.plane.asked) == 1
+
+
+async def test_a_pause_around_a_load_of_an_adapter_is_no_command(tmp_path: Path) -> None:
+    async with trainer(tmp_path, 1) as one:
+        one.write("one", "1")
+        await one.post(0, PausePost())
+        await one.post(0, AdapterPost("policy-v1", "one"))
+        await one.end()
+        assert (await one.post(0, Plain.RESUME))[0][0] == 200 and one.plane.commands == []
+        await one.post(0, AdapterPost("policy-v2", "one"))
+        assert (await one.post(0, Plain.FLUSH))[0][0] == 200 and one.plane.commands == [("flush", [0])]
+
+
+async def test_copies_that_no_version_has_are_deleted(tmp_path: Path) -> None:
+    left = tmp_path / "gateway-adapters/run/policy.00"
+    left.mkdir(parents=True)
+    other = tmp_path / "gateway-adapters/another-run/policy.00"
+    other.mkdir(parents=True)
+    async with trainer(tmp_path):
+        await until(lambda: not left.exists())
+    assert other.exists()
+
+
+def test_an_adapter_that_is_written_while_it_is_copied_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        (tmp_path / "a" / file).write_text("first")
+
+    def copy(original: io.FileIO, to: io.BufferedWriter, _: int) -> None:
+        to.write(original.read())
+        (tmp_path / "a/adapter_model.safetensors").write_text("the second")
+
+    monkeypatch.setattr(shutil, "copyfileobj", copy)
+    with pytest.raises(CheckpointError, match="was written while it was copied"):
+        copy_adapter(tmp_path, "a", "b")
+
+
+@pytest.mark.parametrize("links", ["a", "a/adapter_config.json"])
+def test_a_link_that_leads_out_of_the_root_is_not_copied(tmp_path: Path, links: str) -> None:
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    for folder in (outside, root / "a"):
+        folder.mkdir(parents=True)
+        for file in ("adapter_model.safetensors", "adapter_config.json"):
+            (folder / file).write_text("x")
+    if links == "a":
+        shutil.rmtree(root / "a")
+        (root / "a").symlink_to(outside)
+    else:
+        (root / links).unlink()
+        (root / links).symlink_to(outside / "adapter_config.json")
+    with pytest.raises(CheckpointError, match="outside"):
+        copy_adapter(root, "a", "b")
+    assert not (root / "b").exists()

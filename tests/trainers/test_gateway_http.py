@@ -25,6 +25,7 @@ from tests.pages import blocks
 from tests.running import environment, started
 from tests.trainers.gateway_fleet import GatewayFleet, digest_of, gateway_fleet, on_a_thread
 from tests.trainers.posting_trainers import HTTP
+from tests.waiting import wait_until
 
 BIG = b"x" * (BODY_BYTES_MAX + 1)
 
@@ -221,6 +222,22 @@ def test_an_update_waits_for_replicas_that_never_joined(tmp_path: Path) -> None:
         fleet.start_agent(1)
         assert asked.result().status_code == 200, asked.result().text
         assert fleet.digests() == [digest_of(1)] * 2
+
+
+def test_an_update_waits_for_the_sync_of_an_operator_and_says_so(
+    fleet: GatewayFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent = threading.Event()
+    body = {"model_path": str(fleet.write("v1", 1))}
+    fleet.write("v2", 2)
+    operators = fleet.plane.sync_weights(None, "v2", send=lambda _: sent.wait(60))
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(HTTP.post, f"{fleet.urls[0]}/update_weights_from_disk", json=body, timeout=60)
+        wait_until(lambda: "v1 waits, since another sync has not ended" in caplog.text)
+        sent.set()
+        operators.wait().raise_unless_committed()
+        assert asked.result().status_code == 200, asked.result().text
+    assert fleet.digests() == [digest_of(1)] * 2
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from controlplane.analysis.invariants import verify
 from controlplane.machine.coordinator import CoordinatorState, decide
 from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent
 from controlplane.machine.fleet_view import FleetView
+from controlplane.machine.versions import VERSION_MAX
 from controlplane.record.entries import LogEntry
 from schemas.agent_status import AgentStatus
 from schemas.commands import AdapterDrop, AdapterSync, AdapterVersion, EngineCommand, Manifest, Target, WeightSync
@@ -246,3 +247,13 @@ def test_a_bus_that_closes_aborts_every_sync_and_its_log_is_in_order() -> None:
         state, effects = decide(state, event)
         log.append(entry(position, event, effects))
     assert [str(found) for found in verify(log)] == []
+
+
+def test_a_run_can_still_count_on_from_the_largest_version_of_an_adapter_that_may_be_asked_for() -> None:
+    bus = fleet()
+    bus.sync(VERSION_MAX + 1, adapter="policy", path="beyond")
+    assert [refused[1] for refused in bus.refused] == ["command"] and "beyond the largest" in bus.refused[0][2]
+    sync(bus, VERSION_MAX)
+    assert where(bus) == (f"policy-v{VERSION_MAX}", (0, 1))
+    bus.sync(None, adapter="policy", path="next")
+    assert bus.state.syncs["policy"].version == VERSION_MAX + 1

@@ -83,6 +83,17 @@ def test_a_sync_checks_then_loads_and_its_commit_makes_no_call() -> None:
     assert state.desired.adapters["policy"].versions == (version(1),)
 
 
+def test_a_load_phase_is_of_a_sync_that_an_agent_does_not_join_again_in() -> None:
+    """A new key waits for its end, as in a sync of base weights."""
+    state, seen = agent(seen=LISTING), LISTING
+    within = []
+    for seq, name in enumerate(PHASES, 1):
+        state, effects = fold(state, command(phase(name, 1), seq))
+        state, _, seen = carry_out(state, effects, seen)
+        within.append(state.in_a_sync)
+    assert within == [False, True, False]
+
+
 def test_a_commit_unloads_what_is_not_kept_and_an_abort_what_was_loaded() -> None:
     state, effects = fold(agent(seen=holding(1, 2), desired=wanting(1, loading=2)), command(phase("commit", 2, keep=1)))
     assert performed(effects) == [UnloadAdapter("policy-v1", waited=False)]

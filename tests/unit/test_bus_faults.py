@@ -1,10 +1,12 @@
 """A bus whose turn raises, whose log hangs or is locked, or whose trainer's sender hangs: no caller waits for it."""
 
 import contextlib
+import errno
 import logging
 import sqlite3
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from controlplane import ControlPlane
 from controlplane.bus import bus_loop, operator
 from controlplane.bus import thread as bus_thread
 from controlplane.bus.bus import Bus
+from controlplane.bus.callers import Callers
 from controlplane.bus.key_folder import KeyFolder
 from controlplane.bus.operator import ask_status
+from controlplane.bus.turn_clock import TurnClock
 from controlplane.machine import coordinator, events
 from controlplane.record.log import RunLog
 from controlplane.tickets import Ticket
@@ -28,7 +32,7 @@ from schemas.config import BusConfig
 from schemas.errors import BusClosed, BusFaulted, CommandError, LogError
 from schemas.events import Resume
 from schemas.reports import Report
-from schemas.storage import database
+from schemas.storage import database, record_file
 from schemas.storage.record_file import RecordFile
 from schemas.transport.keys import KeySource
 from schemas.transport.sockets import Context, agent_dealer
@@ -97,6 +101,22 @@ async def test_an_error_in_a_task_of_the_bus_ends_it_with_its_cause(
         await until(lambda: bus.fault is not None)
         with pytest.raises(BusFaulted, match="KeyError: 'a mistake of ours'"):
             bus.publish(FLUSH, ALL, 10_000)
+
+
+def test_the_watch_of_a_bus_outlives_its_own_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks: list[None] = []
+
+    def raises(_: object) -> bool:
+        looks.append(None)
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(bus_loop.BusLoop, "look_at_turn", raises)
+    with ControlPlane(ADDRESS, log=tmp_path / "run.db", config=QUICK) as plane:
+        wait_until(lambda: len(looks) > 2)
+        assert plane.flush().wait(20).seq == 2
+    assert caplog.text.count("Traceback") == 1 and "too many open files" in caplog.text
 
 
 # --- nothing was sent -------------------------------------------------------------------------------------------------
@@ -179,6 +199,34 @@ def test_a_log_that_stays_locked_for_a_lease_ends_the_bus(tmp_path: Path) -> Non
             with pytest.raises(BusFaulted):
                 plane.serving()
         assert "keeps the file locked" in str(plane.bus.fault)
+
+
+def test_a_bus_that_has_stopped_is_not_said_to_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    moments, callers = [0], Callers(16, lambda *_: None)
+    clock = TurnClock(Path("run.db"), SHORT, lambda: moments[-1])
+    clock.begin()
+    for at_us in (1_500_000, 3_000_000):
+        moments.append(at_us)
+        clock.watch(callers, lambda error: BusFaulted(str(error)))
+    clock.end()
+    clock.watch(callers, lambda error: BusFaulted(str(error)))
+    assert "The bus waits for it" in caplog.text and "goes on" not in caplog.text
+
+
+def test_a_bus_that_closes_waits_for_a_locked_log_and_records_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_file, "BUSY_S", 1)
+    log = tmp_path / "run.db"
+    plane = ControlPlane(ADDRESS, log=log, config=QUICK)
+    plane.open()
+    bus = plane.bus
+    with ThreadPoolExecutor(1) as pool:
+        with locked(log):
+            closing = pool.submit(plane.close)
+            wait_until(lambda: bool(bus.clock.hold_up) or closing.done())
+        closing.result(20)
+    assert [entry.kind for entry in RunLog.read(log)][-1] == "closed"
 
 
 class Disk(threading.Event):

@@ -117,6 +117,22 @@ def test_what_a_frozen_replica_owes_is_asked_of_others_once_it_no_longer_serves(
     assert {rollout.replica for rollout in rollouts} == {0}
 
 
+def test_a_server_that_is_frozen_before_it_was_ever_asked_holds_nobody_up(
+    servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completions, "MEET_S", 0.3)
+    thaw = threading.Event()
+
+    def freeze(request: HttpRequest) -> Reply:
+        thaw.wait(60)
+        return servers[0].reply(request)
+
+    with HttpServer(freeze) as frozen:
+        with pytest.raises(ConfigError, match="replica 1 does not answer as vLLM's server does: ReadTimeout"):
+            client([servers[0], frozen], timeout=600).generate(PROMPTS, {})
+        thaw.set()
+
+
 def test_a_replica_that_is_paused_by_a_sync_keeps_its_request(
     servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -239,23 +239,40 @@ async def test_a_life_that_ends_without_having_been_asked_raises(
             await anyio.sleep_forever()
 
 
+@pytest.mark.parametrize(
+    ("raised", "says"),
+    [(EngineError("there is nothing to attach to"), "nothing to attach to"), (asyncio.CancelledError(), "cancelled")],
+    ids=lambda value: type(value).__name__,
+)
 async def test_an_open_that_raises_is_logged_and_followed_by_one_close(
-    bus: Bus, context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    raised: BaseException, says: str, bus: Bus, context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Absent(Engine):
         closes = 0
 
         async def open(self) -> None:
-            raise EngineError("there is nothing to attach to")
+            raise raised
 
         async def close(self) -> None:
             self.closes += 1
             raise OSError("nor to close")
 
     engine = Absent()
-    with pytest.raises(EngineError, match="nothing to attach to"):
+    with pytest.raises(EngineError, match=says):
         async with running(bus, context, engine, tmp_path):
             raise AssertionError("it was entered")
     assert engine.closes == 1
-    assert len(warnings_of(caplog, "Absent.open raised: there is nothing to attach to")) == 1
-    assert len(warnings_of(caplog, "Absent.close raised: nor to close")) == 1
+    (warned,) = warnings_of(caplog, "Absent.open raised: ")
+    assert says in warned
+
+
+async def test_a_close_that_is_cancelled_from_within_is_logged_and_ends_nothing_else(
+    bus: Bus, context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stray(Engine):
+        async def close(self) -> None:
+            raise asyncio.CancelledError
+
+    async with running(bus, context, Stray(), tmp_path):
+        pass
+    assert len(warnings_of(caplog, "Stray.close raised: a task of the engine's backend was cancelled")) == 1

@@ -5,10 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from controlplane import ControlPlane
 from controlplane.bus.notices import LINES, PERIOD_US, LineLimit, Notices
 from schemas.errors import AgentsMissing
+from schemas.reports import SyncReport
 from tests.unit.fleets import Coordinator
 from tests.unit.small_bus import PRIMARY, SECOND, Engine
 from tests.unit.test_plane import ADDRESS, QUICK, agents, checkpoint
@@ -52,3 +54,20 @@ def test_a_flood_of_lines_is_cut_short_and_counted() -> None:
     limit = LineLimit()
     assert sum(limit.allows(now_us) for now_us in range(100)) == LINES and limit.left_out == 100 - LINES
     assert limit.allows(PERIOD_US + 1)
+
+
+def test_many_good_lines_hide_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    notices, fleet = Notices(), Coordinator(*(f"{replica}.0" for replica in range(LINES + 2)))
+    for event in fleet.history:
+        notices.note_event(event, fleet.state, fleet.state)
+    before = fleet.state
+    fleet.lose("0.0")
+    notices.note_event(fleet.history[-1], before, fleet.state)
+    committed = SyncReport(version=1, status="committed", loaded=(0,), quarantined=(), phases=())
+    for second in range(LINES + 2):
+        notices.note_report(committed, second * 1_000_000)
+    notices.note_report(replace(committed, quarantined=(1,)), (LINES + 2) * 1_000_000)
+    assert caplog.messages == [
+        f"agent 0.0 is lost (silent); {LINES + 1} of {LINES + 2} live",
+        "weights v1 committed on replica 0; quarantined: replica 1",
+    ]

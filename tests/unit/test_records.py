@@ -254,6 +254,19 @@ def test_a_failed_opening_releases_the_lock(path: Path) -> None:
             RecordFile.open(path)
 
 
+def test_a_file_whose_records_are_committed_closes_though_another_program_has_locked_it(path: Path) -> None:
+    file = RecordFile.open(path)
+    fill(file, 10)
+    append(file, record(11))
+    file.commit(wait=False)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    file.close()
+    other.close()
+    with RecordFile.open(path) as again:
+        assert again.last_position == 11
+
+
 def test_a_fork_may_not_write_and_leaves_the_file_alone(path: Path) -> None:
     read_end, write_end = os.pipe()
     with RecordFile.open(path) as file:

@@ -85,3 +85,13 @@ def test_an_engine_that_hangs_is_named_with_its_call(plane: ControlPlane, engine
     assert 0 < fleet["left_ms"][0] <= 60_000 and [each["agent"] for each in fleet["agents"]] == ["0.0"]
     assert fleet["agents"][0]["status"]["activity"] == "pause" and fleet["agents"][0]["call_ms"] > 0
     wait_until(lambda: typed("stall", env=env).returncode == 0)
+
+
+def test_a_replica_that_an_operator_has_paused_is_named_until_it_is_resumed(plane: ControlPlane, engine: Hangs) -> None:
+    engine.released.set()
+    env = {"ROLLOUTCTL_BUS": plane.address}
+    assert typed("pause", env=env).returncode == 0
+    paused = typed("stall", env=env)
+    assert paused.returncode == 1 and "paused by an operator since" in paused.stdout, paused.stdout
+    assert typed("resume", env=env).returncode == 0
+    wait_until(lambda: typed("stall", env=env).stdout == "nothing waits\n")

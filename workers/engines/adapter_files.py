@@ -36,7 +36,7 @@ _EVERY_MODULE: Final = ("all", "all-linear")
 _FLOATS: Final = frozenset({"F32", "F16", "BF16"})
 _COMPARABLE: Final = _FLOATS | {"F8_E4M3", "F8_E5M2"}
 """Dtypes of a weight that has the shape of its module. Quantized ones are packed."""
-_TENSOR: Final = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight", re.ASCII)
+_TENSOR: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight", re.ASCII)
 _FUSED: Final = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
@@ -156,12 +156,15 @@ def _modules(directory: Path, layout: Mapping[str, TensorSpec]) -> dict[str, _Mo
             raise _refused(
                 directory,
                 f"holds the tensor {name[:200]!r}",
-                "Names must be those of PEFT, `base_model.model.MODULE.lora_A.weight` and `lora_B`.",
+                "Names must be those of PEFT, `base_model.model.MODULE.lora_A.weight` and `lora_B`, or without "
+                "`base_model.model.`, as prime-rl's.",
             )
         if spec.dtype not in _FLOATS or len(spec.shape) != 2:
             allowed = f"Two dimensions of {_names(_FLOATS)} are served."
             raise _refused(directory, f"holds {name[:200]} as {spec}", allowed)
         module = modules.setdefault(found[1], _Module())
+        if (module.down if found[2] == "A" else module.up) is not None:
+            raise _refused(directory, f"holds {found[1]} twice", "Write names with `base_model.model.`, or without it.")
         if found[2] == "A":
             module.down = spec
         else:

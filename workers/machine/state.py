@@ -316,7 +316,8 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
     @property
     def in_a_sync(self) -> bool:
         """Whether a sync is open here, or one that was received and not decided may be."""
-        return self.desired.sync is not None or bool(self.queue)
+        loading = any(adapter.loading is not None for adapter in self.desired.adapters.values())
+        return self.desired.sync is not None or loading or bool(self.queue)
 
     @property
     def waits_paused(self) -> bool:

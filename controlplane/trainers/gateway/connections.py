@@ -30,6 +30,8 @@ KEEP_ALIVE_S: Final = 60
 """Time for which an idle connection stays open: longer than a client keeps one before it uses it again."""
 AGAIN_S: Final = 1.0
 """Between two attempts to accept a connection, if the first one failed."""
+REASON: Final = b"x-rolloutctl-reason"
+"""Header of an answer, with what becomes the reason of its status line."""
 TOO_SLOW: Final = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -112,11 +114,22 @@ class BoundedServer(uvicorn.Server):
                     connection.transport.close()
 
 
+class _Reasoned(h11.Connection):
+    """Says in the status line why a request is refused: prime-rl, AReaL, slime and miles show nothing else of it."""
+
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
+        if isinstance(event, h11.Response) and (reason := dict(event.headers).get(REASON)):
+            headers = [header for header in event.headers if header[0] != REASON]
+            event = h11.Response(status_code=event.status_code, headers=headers, reason=reason)
+        return super().send(event)
+
+
 class _TimedConnection(H11Protocol):
     """A connection whose client must send each request in time, and whose errors are the gateway's log lines."""
 
     def __init__(self, ended: Callable[[], None], room: asyncio.Event, **options: Any) -> None:
         super().__init__(**options)
+        self.conn = _Reasoned(h11.SERVER)
         self.logger, self._ended, self._room = logger, ended, room
         self._timer: asyncio.TimerHandle | None = None
         self._timed: object = None

@@ -30,7 +30,7 @@ class ProxyResponse(Response):
         http: Client of the engines.
         request: The request; its body is unread unless `body` has it.
         url: The engine's URL for it, without the query.
-        body: What was read of it already.
+        body: What was read of it already, or what takes its place.
         authorization: Header for the engine, in place of the client's.
         keeps_authorization: The client's header is for the engine, and not for the gateway.
     """
@@ -47,6 +47,8 @@ class ProxyResponse(Response):
     ) -> None:
         self.background = None
         dropped = HOP_BY_HOP if keeps_authorization else HOP_BY_HOP | {b"authorization"}
+        if body is not None:  # it may be another one
+            dropped |= {b"content-length"}
         headers = [(name, value) for name, value in request.headers.raw if name.lower() not in dropped]
         if authorization is not None:
             headers.append((b"authorization", authorization.encode()))

@@ -13,34 +13,49 @@ Rule 4  A post that repeats one whose answer never arrived (its sender had gone)
 Rule 5  A pause is acknowledged and not performed: the sync pauses by itself, for as long as it takes. So a trainer
         that ends after its pause leaves no engine paused. Its mode becomes the `in_flight` of the sync.
 Rule 6  A resume or a flush that belongs to an update is acknowledged, too. Alone, each is a command to that replica.
+Rule 7  Posts about an adapter are a set of their own, beside those of other adapters and of the weights. Rules 1 to 4
+        hold for each. A version is synced from a copy, in a directory that no other version ever has.
 
 All of it happens on one event loop, so what a method finds holds until it awaits. What a replica is known to serve is
 asked of the control plane each time.
 """
 
+import os
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from secrets import token_hex
+from shutil import rmtree
 from typing import Final, Literal, NamedTuple
 
 import anyio
 from anyio import to_thread
 
+from controlplane.bus.callers import PHASES
+from controlplane.machine.adapters import NAMES_MAX, live_versions, needed_paths
 from controlplane.plane import ControlPlane
+from controlplane.tickets import Ticket
 from controlplane.trainers.gateway import routes
+from controlplane.trainers.gateway.adapters import FOLDER, adapter_of, copy_adapter, label_of
 from schemas.commands import Checkpoint, EngineCommand
 from schemas.errors import BusError, BusOverloaded, CheckpointError, RolloutctlError, SyncInProgress
 from schemas.formatting import format_replicas, is_trouble
 from schemas.identity import InFlight, identity_of
 from schemas.logs import logger_of
+from schemas.reports import SyncReport
 from schemas.safetensors.reading import file_states
 
 logger = logger_of("gateway")
 
+DELETE_S: Final = 2.0
+"""Between two looks for copies of adapters that no replica needs."""
 LOOK_AGAIN_S: Final = 0.2
 """Between two looks at whether all replicas are known."""
 Answer = tuple[int, str]
 """A status and a message."""
+in_thread = partial(to_thread.run_sync, abandon_on_cancel=True)
+"""For calls of the disk, which may hang."""
 IsDisconnected = Callable[[], Awaitable[bool]]
 
 
@@ -48,12 +63,18 @@ class Asked(NamedTuple):
     """The weights that a post asks for.
 
     Attributes:
+        path: Empty if an adapter is to be dropped.
+        adapter: Whose version they are; empty for base weights.
         files: Differs whenever the files at the path were written again.
     """
 
     path: str
     label: str
+    adapter: str = ""
     files: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path or 'the end of an adapter'} ({self.label})" if self.label else self.path
 
 
 class UpdateSet:
@@ -93,8 +114,9 @@ class Posts:
     def __init__(self, plane: ControlPlane, replicas: int, root: Path, timeout_s: float, moment_s: float) -> None:
         self._plane, self._replicas, self._root = plane, range(replicas), root
         self._timeout_s, self._moment_s = timeout_s, moment_s
-        self._current: UpdateSet | None = None
-        self._ended: UpdateSet | None = None  # the newest that has its report
+        self._current: dict[str, UpdateSet] = {}  # by adapter
+        self._ended: dict[str, UpdateSet] = {}  # the newest that has its report, likewise
+        self._taken = set[str]()  # copies of adapters whose syncs have not ended
         self._paused: dict[int, InFlight] = {}  # replicas that the trainer paused since the last sync, and how
         self._synced = set[int]()  # replicas that were in a sync since the trainer last paused them
         self._local = ""  # SkyRL's local checkpoint, once it is known
@@ -105,10 +127,12 @@ class Posts:
         """Sync as posts ask for it, until cancelled. Updates that still wait are then answered 503."""
         try:
             async with anyio.create_task_group() as self._tasks:
-                await anyio.sleep_forever()
+                while True:
+                    await anyio.sleep(DELETE_S)
+                    await self._delete_copies()
         finally:
-            if self._current is not None:
-                self._current.end(self._current.answer)
+            for current in self._current.values():
+                current.end(current.answer)
 
     async def answer(self, replica: int, meaning: routes.Meaning, is_disconnected: IsDisconnected) -> Answer:
         """Do what a post means, and return its answer.
@@ -125,11 +149,11 @@ class Posts:
                 return 200, "the next sync pauses"
             case routes.Plain.RESUME:
                 self._paused.pop(replica, None)
-                if self._current is not None or replica in self._synced:
+                if "" in self._current or replica in self._synced:
                     return 200, "the end of a sync resumes"
                 return await self._command(replica, "resume")
             case routes.Plain.FLUSH:
-                if self._current is not None or replica in self._paused:
+                if "" in self._current or replica in self._paused:
                     return 200, "the next sync flushes"
                 return await self._command(replica, "flush")
             case routes.Plain.PART:
@@ -138,6 +162,12 @@ class Posts:
                 return await self._update(replica, await self._asked(path, label), is_disconnected)
             case routes.DeltaPost(label):
                 return await self._delta(replica, label, is_disconnected)
+            case routes.AdapterPost(label, path):
+                name = adapter_of(label)
+                if not path and label != name:
+                    return self._unload_version(name, label)
+                asked = await self._asked(path, label, name) if path else Asked(path, label, name)
+                return await self._update(replica, asked, is_disconnected)
             case _:
                 raise TypeError(f"{meaning} is not answered here")
 
@@ -152,13 +182,13 @@ class Posts:
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
-    async def _asked(self, path: str, label: str) -> Asked:
-        """Add what the disk knows of the files. In a thread: a disk may hang."""
+    async def _asked(self, path: str, label: str, adapter: str = "") -> Asked:
+        """Add what the disk knows of the files."""
         try:
-            found = await to_thread.run_sync(file_states, self._root / path, abandon_on_cancel=True)
+            found = await in_thread(file_states, self._root / path)
         except CheckpointError:  # the sync says what is wrong
-            return Asked(path, label)
-        return Asked(path, label, str(found))
+            return Asked(path, label, adapter)
+        return Asked(path, label, adapter, str(found))
 
     async def _delta(self, replica: int, label: str, is_disconnected: IsDisconnected) -> Answer:
         local = self._local
@@ -167,7 +197,7 @@ class Posts:
                 "this gateway has not seen /init_weight_transfer_engine, which names the local checkpoint: it was "
                 "started after the trainer. Start the trainer again"
             )
-        written = await to_thread.run_sync((self._root / local).exists, abandon_on_cancel=True)
+        written = await in_thread((self._root / local).exists)
         if not written and not self._plane.view().has_committed:  # what was launched is what is wanted
             self._synced, self._label = set(self._replicas), label
             self._paused.clear()
@@ -175,11 +205,11 @@ class Posts:
         return await self._update(replica, await self._asked(local, label), is_disconnected)
 
     async def _update(self, replica: int, asked: Asked, is_disconnected: IsDisconnected) -> Answer:
-        current, ended = self._current, self._ended
+        current, ended = self._current.get(asked.adapter), self._ended.get(asked.adapter)
         if current is None and ended is not None and ended.asked == asked and replica not in ended.delivered:
             return await self._deliver(ended, replica, is_disconnected)
         if current is None:
-            current = self._current = UpdateSet(asked)
+            current = self._current[asked.adapter] = UpdateSet(asked)
             self._tasks.start_soon(self._sync, current)
         elif current.asked != asked and (current.begun or current.asked[:2] != asked[:2]):
             return self._conflict(current, replica, asked)
@@ -198,12 +228,12 @@ class Posts:
     def _conflict(self, current: UpdateSet, replica: int, asked: Asked) -> Answer:
         rewritten = ", which was written again since then" if asked.path == current.asked.path else ""
         message = (
-            f"replica {replica} is asked to load {asked.path}{rewritten}, and replicas {sorted(current.replicas)} are "
-            f"asked to load {current.asked.path}. The fleet moves together"
+            f"replica {replica} is asked for {asked.path or asked}{rewritten}, and replicas {sorted(current.replicas)} "
+            f"for {current.asked.path or current.asked}. The fleet moves together"
         )
         if current.begun:
             return 503, f"{message}: that sync goes on, ask again when it has ended"
-        self._current = None
+        del self._current[asked.adapter]
         current.end((409, f"{message}: nothing was loaded"))
         return current.answer
 
@@ -213,30 +243,86 @@ class Posts:
             await current.complete.wait()
         if current.ended.is_set():
             return
-        current.begun, self._ended = True, None
-        path, label, _ = current.asked
-        named = f"{path} ({label})" if label else path
-        modes = list(self._paused.values())
-        logger.info("the trainer asks for %s", named)
+        asked, adapter = current.asked, current.asked.adapter
+        current.begun = True
+        self._ended.pop(adapter, None)
+        logger.info("the trainer asks for %s", asked)
         try:
             await self._replicas_known()
-            sync = partial(
-                self._plane.sync_weights,
-                None,
-                Checkpoint(path),
-                in_flight=modes[-1] if modes else "abort",
-                timeout=self._timeout_s,
-            )
-            report = await (await to_thread.run_sync(sync))
-            answer = (200 if report.status == "committed" else 409), str(report)
-            if report.status == "committed":
-                self._committed, self._label = report.version, label
+            if asked.path:
+                report = await (self._sync_adapter(asked) if adapter else self._sync_weights(asked))
+                answer = (200 if report.status == "committed" else 409), str(report)
+            else:
+                answer = 200, str(await self._plane.drop_adapter(adapter))
         except RolloutctlError as error:
-            answer = status_of(error), str(error)
-        (logger.info if answer[0] == 200 else logger.error)("%s: %s", named, answer[1])
-        self._current, self._ended, self._synced = None, current, set(self._replicas)
-        self._paused.clear()
+            # As vLLM answers: prime-rl then tries again, since a shared disk may be late.
+            late = adapter and isinstance(error.__cause__, FileNotFoundError)
+            answer = 404 if late else status_of(error), str(error)
+        (logger.info if answer[0] == 200 else logger.error)("%s: %s", asked, answer[1])
+        del self._current[adapter]
+        self._ended[adapter], self._synced = current, set(self._replicas)
+        if len(self._ended) > NAMES_MAX:
+            del self._ended[next(iter(self._ended))]
+        if not adapter:
+            self._paused.clear()
         current.end(answer)
+
+    async def _sync_weights(self, asked: Asked) -> SyncReport:
+        modes = list(self._paused.values())
+        sync = partial(
+            self._plane.sync_weights,
+            None,
+            Checkpoint(asked.path),
+            in_flight=modes[-1] if modes else "abort",
+            timeout=self._timeout_s,
+        )
+        report = await self._after_others(sync, asked)
+        if report.status == "committed":
+            self._committed, self._label = report.version, asked.label
+        return report
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    async def _sync_adapter(self, asked: Asked) -> SyncReport:
+        place = f"{FOLDER}/{self._plane.view().state.run}/{asked.label}.{token_hex(6)}"
+        self._taken.add(place)
+        try:
+            await in_thread(copy_adapter, self._root, asked.path, place)
+            sync = partial(self._plane.sync_adapter, asked.adapter, None, place, timeout=self._timeout_s)
+            return await self._after_others(sync, asked)
+        finally:
+            self._taken.discard(place)
+
+    def _unload_version(self, name: str, label: str) -> Answer:
+        """Answer the unload of one version: which versions replicas hold is the run's to say."""
+        live = live_versions(self._plane.view().state, name)
+        if live and label_of(live[0].adapter) == label:
+            return 409, f"{label} is the newest version of {name}. Unload {name} to drop the adapter"
+        return 200, "replicas unload old versions by themselves, once no request runs on them"
+
+    async def _delete_copies(self) -> None:
+        """Delete copies of adapters that no replica needs. They are listed before it is asked what is needed."""
+        with suppress(OSError, RolloutctlError):  # there is none yet, or the bus has ended
+            folder = f"{FOLDER}/{self._plane.view().state.run}"
+            for name in await in_thread(os.listdir, self._root / folder):
+                if f"{folder}/{name}" not in needed_paths(self._plane.view().state) | self._taken:
+                    await in_thread(partial(rmtree, ignore_errors=True), self._root / folder / name)
+
+    # --- both ---------------------------------------------------------------------------------------------------------
+
+    async def _after_others(self, sync: Callable[[], Ticket[SyncReport]], asked: Asked) -> SyncReport:
+        """Sync. While that of an operator has not ended, wait for as long as one may take: a trainer would end."""
+        until, said = anyio.current_time() + PHASES * self._timeout_s, False
+        while True:
+            try:
+                return await (await to_thread.run_sync(sync))
+            except SyncInProgress as error:
+                if anyio.current_time() > until:
+                    raise
+                if not said:
+                    logger.warning("%s waits, since another sync has not ended: %s", asked, error)
+                said = True
+                await anyio.sleep(LOOK_AGAIN_S)
 
     async def _replicas_known(self) -> None:
         """Wait for replicas that the run does not know yet, as long as for a phase: a trainer may start before them."""

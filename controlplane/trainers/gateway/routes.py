@@ -1,7 +1,8 @@
 """What a trainer's request to an engine means. One table of routes, for vLLM's, SGLang's and the trainers' own. Pure.
 
 The routes, and who posts them, were read in the sources of prime-rl (559b44772), SkyRL (a9564572), slime (624b824a8),
-miles (31f1ca961) and AReaL (4aef98d8d); docs/trainers has the order in which each posts them. A route that is in no
+miles (31f1ca961) and AReaL (4aef98d8d), those of adapters in SkyRL 0.4.0 and AReaL 1.0.4 too; docs/trainers has the
+order in which each posts them. A route that is in no
 table is refused, and so is a request that a command can't express. A refusal is a 400: prime-rl tries a 5xx again up to
 ten times, and passes over a 404 in silence (`src/prime_rl/utils/client.py`).
 """
@@ -9,11 +10,11 @@ ten times, and passes over a 404 in silence (`src/prime_rl/utils/client.py`).
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import PurePosixPath
-from typing import Final
+from typing import Final, Literal
 
-from msgspec import Struct
+from msgspec import Struct, ValidationError, convert
 
-from schemas.identity import InFlight
+from schemas.identity import AdapterName, InFlight
 from schemas.profiler.conversion import shown
 
 Fields = Mapping[str, object]
@@ -61,14 +62,16 @@ class TransferPost(Struct, frozen=True):
     path: str
 
 
-class Passed(Struct, frozen=True):
-    """For the engine itself.
+class AdapterPost(Struct, frozen=True):
+    """Load a version of a LoRA adapter, or drop the adapter.
 
     Attributes:
-        generates: It asks for tokens, which only a replica that is proven to serve may give.
+        label: The trainer's own name for the version.
+        path: Of its directory, below the root of checkpoints; empty to drop.
     """
 
-    generates: bool = False
+    label: str
+    path: str = ""
 
 
 class RefusedPost(Struct, frozen=True):
@@ -77,7 +80,7 @@ class RefusedPost(Struct, frozen=True):
     message: str
 
 
-Meaning = Plain | PausePost | UpdatePost | DeltaPost | TransferPost | Passed | RefusedPost
+Meaning = Plain | PausePost | UpdatePost | DeltaPost | TransferPost | AdapterPost | RefusedPost
 
 Reader = Callable[[Fields, Sequence[str]], Meaning]
 """Reads the fields of a request, those of its query and of its JSON body. Raises ValueError with what is wrong."""
@@ -103,11 +106,9 @@ def read_request(verb: str, path: str, fields: Fields, roots: Sequence[str]) -> 
         return RefusedPost(f"{verb} {path} is refused: {error}. Nothing was done")
 
 
-def is_passed(verb: str, path: str) -> Passed | None:
-    """Return how a request goes to the engine, whose body is not read here; None if it does not."""
-    if (verb, path) in GENERATION:
-        return Passed(generates=True)
-    return Passed() if (verb, path) in PASSED else None
+def is_passed(verb: str, path: str) -> Literal["tokens", "other"] | None:
+    """Return what the engine itself is asked for, unread; None if it is not asked. Only a fit replica gives tokens."""
+    return "tokens" if (verb, path) in GENERATION else "other" if (verb, path) in PASSED else None
 
 
 # --- readers ----------------------------------------------------------------------------------------------------------
@@ -170,6 +171,27 @@ def _rpc(fields: Fields, _: Sequence[str]) -> Meaning:
     return Plain.PART
 
 
+def _load_adapter(fields: Fields, roots: Sequence[str]) -> Meaning:
+    if on := next((flag for flag in ("is_3d_lora_weight", "pinned") if fields.get(flag)), None):
+        raise ValueError(f"{on} is set, and a sync of an adapter can't ask for that")
+    named = fields.get("lora_path")
+    if not isinstance(named, str):
+        raise ValueError(f"no lora_path names a directory; {_ADAPTER_IN_MEMORY}")
+    return AdapterPost(_adapter_label(fields), relative_path(named, roots))
+
+
+def _drop_adapter(fields: Fields, _: Sequence[str]) -> Meaning:
+    return AdapterPost(_adapter_label(fields))
+
+
+def _adapter_label(fields: Fields) -> str:
+    try:
+        return convert(fields.get("lora_name"), AdapterName)
+    except ValidationError:
+        raise ValueError(f"lora_name is {shown(fields.get('lora_name'))}, and must be up to 100 letters, digits, dots, "
+                         "hyphens and underscores, the first a letter or digit") from None  # fmt: skip
+
+
 def relative_path(named: str, roots: Sequence[str]) -> str:
     """Return a trainer's absolute path, relative to the root. Raises ValueError."""
     if len(named) > PATH_MAX or not named.isprintable():
@@ -188,56 +210,52 @@ def relative_path(named: str, roots: Sequence[str]) -> str:
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
+
+def _routes(listed: str) -> frozenset[tuple[str, str]]:
+    """Paths after their method."""
+    verb, *paths = listed.split()
+    return frozenset((verb, path) for path in paths)
+
+
 LABEL_MAX: Final = 200
 PATH_MAX: Final = 4096
 """Characters of a path, as Linux has it."""
 LOCAL_WEIGHTS: Final = "weights"
 """Where SkyRL keeps the patched files, below its local_checkpoint_dir (`delta_checkpoint.py`, `_weights_dir`)."""
+_ADAPTER_IN_MEMORY: Final = (
+    "an adapter in memory can't be checked before an engine has it, nor given to a replica that comes later. Let the "
+    "trainer write it to a disk: docs/lora.md says which can (SkyRL by its lora.sync_mode=disk, AReaL by "
+    "weight_update_mode=disk)"
+)
 UPDATE_PARTS: Final = frozenset({"skyrl_start_weight_update", "skyrl_finish_weight_update"})
 
 CONTROL: Final[Mapping[tuple[str, str], Reader | Plain]] = {
-    ("POST", "/pause"): _pause,
-    ("POST", "/pause_generation"): _pause,
-    ("POST", "/areal_pause_generation"): _pause,
-    ("POST", "/resume"): Plain.RESUME,
-    ("POST", "/continue_generation"): Plain.RESUME,
-    ("POST", "/areal_continue_generation"): Plain.RESUME,
-    ("GET", "/flush_cache"): Plain.FLUSH,
-    ("POST", "/flush_cache"): Plain.FLUSH,
-    ("POST", "/reset_prefix_cache"): Plain.FLUSH,
-    ("POST", "/update_weights"): _update,
-    ("POST", "/update_weights_from_disk"): _from_disk,
-    ("POST", "/areal_update_weights"): _from_disk,
-    ("POST", "/init_weight_transfer_engine"): _transfer,
-    ("POST", "/collective_rpc"): _rpc,
-    ("GET", "/health"): Plain.HEALTH,
-    ("GET", "/health_generate"): Plain.HEALTH,
-    ("GET", "/get_weight_version"): Plain.VERSION,
-    ("GET", "/model_info"): Plain.VERSION,
-    ("GET", "/get_model_info"): Plain.VERSION,
-    ("GET", "/server_info"): Plain.INFO,
-    ("GET", "/get_server_info"): Plain.INFO,
-    ("GET", "/workers"): Plain.WORKERS,
+    **dict.fromkeys(_routes("POST /pause /pause_generation /areal_pause_generation"), _pause),
+    **dict.fromkeys(_routes("POST /resume /continue_generation /areal_continue_generation"), Plain.RESUME),
+    **dict.fromkeys(_routes("GET /flush_cache"), Plain.FLUSH),
+    **dict.fromkeys(_routes("POST /flush_cache /reset_prefix_cache"), Plain.FLUSH),
+    **dict.fromkeys(_routes("POST /update_weights"), _update),
+    **dict.fromkeys(_routes("POST /update_weights_from_disk /areal_update_weights"), _from_disk),
+    **dict.fromkeys(_routes("POST /init_weight_transfer_engine"), _transfer),
+    **dict.fromkeys(_routes("POST /collective_rpc"), _rpc),
+    **dict.fromkeys(
+        _routes("POST /load_lora_adapter /v1/load_lora_adapter /skyrl/v1/load_lora_adapter"), _load_adapter
+    ),
+    **dict.fromkeys(_routes("POST /unload_lora_adapter /v1/unload_lora_adapter"), _drop_adapter),
+    **dict.fromkeys(_routes("GET /health /health_generate"), Plain.HEALTH),
+    **dict.fromkeys(_routes("GET /get_weight_version /model_info /get_model_info"), Plain.VERSION),
+    **dict.fromkeys(_routes("GET /server_info /get_server_info"), Plain.INFO),
+    **dict.fromkeys(_routes("GET /workers"), Plain.WORKERS),
 }
 """Answered here, by commands and by what the bus knows."""
 
-GENERATION: Final = frozenset(
-    ("POST", path)
-    for path in (
-        "/generate",
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/inference/v1/generate",
-        "/skyrl/v1/generate",
-    )
+GENERATION: Final = _routes(
+    "POST /generate /v1/completions /v1/chat/completions /inference/v1/generate /skyrl/v1/generate"
 )
-PASSED: Final = frozenset(
-    {
-        *(("POST", path) for path in ("/abort_request", "/tokenize", "/detokenize")),
-        *(("POST", path) for path in ("/fetch_weights", "/pull_weights")),  # files on the engine's host; no weights
-        *(("GET", path) for path in ("/v1/models", "/get_world_size")),
-        *(("GET", path) for path in ("/version", "/metrics", "/get_load", "/v1/loads")),
-    }
+PASSED: Final = (
+    _routes("POST /abort_request /tokenize /detokenize")
+    | _routes("POST /fetch_weights /pull_weights")  # files on the engine's host; no weights
+    | _routes("GET /v1/models /get_world_size /version /metrics /get_load /v1/loads")
 )
 """Passed on to the engine, with everything that streams through."""
 
@@ -246,7 +264,6 @@ _GROUP: Final = "weights over NCCL go past the gateway. Let the trainer write ch
 _PROFILE: Final = (
     "a session is opened on the bus, by `rolloutctl profile start --step N --window 0 3`, and closed by `stop`"
 )
-_LORA: Final = "an adapter is not a checkpoint of the model. Train all weights, or leave the gateway out"
 UNKNOWN: Final = (
     "the gateway does not know this route. It maps "
     + ", ".join(sorted({path for _, path in CONTROL}))
@@ -254,28 +271,17 @@ UNKNOWN: Final = (
     + ", ".join(sorted({path for _, path in GENERATION | PASSED}))
 )
 REFUSED: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("/start_profile", "/stop_profile"), _PROFILE),
-    **dict.fromkeys(("/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation"), _MEMORY),
-    **dict.fromkeys(
-        (
-            *("/init_broadcaster", "/init_weights_update_group", "/destroy_weights_update_group"),
-            *("/update_weights_from_distributed", "/update_weights_from_tensor", "/begin_weight_update"),
-            *(
-                "/end_weight_update",
-                "/start_weight_update",
-                "/finish_weight_update",
-                "/areal_init_weights_update_group",
-            ),
-            *("/areal_set_update_weight_meta", "/areal_update_weights_xccl"),
-        ),
-        _GROUP,
-    ),
-    **dict.fromkeys(
-        (
-            *("/load_lora_adapter", "/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-            *("/areal_update_weights_lora", "/areal_set_update_weight_meta_lora", "/areal_update_weights_lora_xccl"),
-        ),
-        _LORA,
-    ),
+    path: why
+    for why, listed in {
+        _PROFILE: "POST /start_profile /stop_profile",
+        _MEMORY: "POST /sleep /wake_up /release_memory_occupation /resume_memory_occupation",
+        _GROUP: "POST /init_broadcaster /init_weights_update_group /destroy_weights_update_group /begin_weight_update "
+        "/end_weight_update /update_weights_from_tensor /update_weights_from_distributed /start_weight_update "
+        "/finish_weight_update /areal_init_weights_update_group /areal_set_update_weight_meta "
+        "/areal_update_weights_xccl",
+        _ADAPTER_IN_MEMORY: "POST /load_lora_adapter_from_tensors /load_lora_adapter_from_distributed "
+        "/areal_update_weights_lora /areal_set_update_weight_meta_lora /areal_update_weights_lora_xccl",
+    }.items()
+    for _, path in _routes(listed)
 }
 """Routes that a trainer may post to, and that no command can stand for: why, and what to set."""

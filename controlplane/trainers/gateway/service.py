@@ -8,7 +8,7 @@ import secrets
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import anyio
 import httpx
@@ -20,31 +20,30 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from controlplane.bus.binding import warn_in_red
+from controlplane.machine.adapters import holds_version
 from controlplane.plane import ControlPlane
 from controlplane.trainers.gateway import routes
-from controlplane.trainers.gateway.connections import BoundedServer, connections_within_limit
+from controlplane.trainers.gateway.adapters import with_engine_names
+from controlplane.trainers.gateway.connections import REASON, BoundedServer, connections_within_limit
 from controlplane.trainers.gateway.passing import ProxyResponse
 from controlplane.trainers.gateway.posts import Posts, status_of
 from schemas.errors import AddressInUse, ConfigError, RolloutctlError
 from schemas.formatting import printable
 from schemas.logs import logger_of
+from schemas.transport.forks import listening
 from schemas.transport.sockets import is_local
 
 logger = logger_of("gateway")
 
 BODY_BYTES_MAX: Final = 1024 * 1024
-"""Largest body of a request that is answered here. What is passed on has no limit: it is not kept."""
+"""Largest body of a request that is answered here. What is passed on unread has no limit: it is not kept."""
+TOKENS_BYTES_MAX: Final = 64 * 1024 * 1024
+"""Largest body of a request for tokens while the run has adapters: it is read for their names."""
+REASON_MAX: Final = 600
+"""Characters of a message in the status line."""
 MOMENT_S: Final = 2.0
 """How long the first update waits for those of the other replicas."""
 NO_ENGINE: Final = "{} is for the engine: start the gateway with `--engine URL` for each replica"
-METHODS: Final = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
-
-
-class Addressed(NamedTuple):
-    """What a request is about: a replica, or the gateway itself (None), and the path below its base URL."""
-
-    replica: int | None
-    path: str
 
 
 class Gateway:
@@ -101,7 +100,9 @@ class Gateway:
         self._engines, self._engine_key = [url.rstrip("/") for url in engines], engine_key
         self._token = token
         self._posts = Posts(plane, replicas, self._root, timeout_s, moment_s)
-        self._sockets = _listen(host, [port, *(_port_of(port, replica) for replica in range(replicas if ports else 0))])
+        more = range(1, replicas + 1 if ports else 1)
+        self._sockets = _listen(host, [port, *(port + number if port else 0 for number in more)])
+        listening.update(sock.getsockname()[1] for sock in self._sockets)  # until the process ends
         self._replica_of = {sock.getsockname()[1]: replica for replica, sock in enumerate(self._sockets[1:])}
         self._host, self._port = host, self._sockets[0].getsockname()[1]
         self._connections = connections_within_limit(plane.view().agents_max)
@@ -130,22 +131,23 @@ class Gateway:
             return [f"http://{name}:{port}" for port in self._replica_of]
         return [f"http://{name}:{self._port}/replica/{replica}" for replica in range(self._replicas)]
 
-    def _place(self, request: Request) -> Addressed:
+    def _place(self, request: Request) -> tuple[int | None, str]:
+        """The replica that a request is about, or None for the gateway itself, and the path below its base URL."""
         path = request.url.path
         replica = self._replica_of.get((request.scope.get("server") or ("", 0))[1])
         if replica is not None:
-            return Addressed(replica, f"/{path.lstrip('/')}")
+            return replica, f"/{path.lstrip('/')}"
         first, _, rest = path.lstrip("/").partition("/")
         index, _, below = rest.partition("/")
         if first == "replica" and index.isdecimal() and len(index) < 8 and int(index) < self._replicas:
-            return Addressed(int(index), f"/{below.lstrip('/')}")
-        return Addressed(None, path)
+            return int(index), f"/{below.lstrip('/')}"
+        return None, path
 
     # --- lifetime -----------------------------------------------------------------------------------------------------
 
     async def serve(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Answer until cancelled. Posts that still wait are then answered 503; the syncs of the bus go on."""
-        methods = list(METHODS)
+        methods = ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]
         app = Starlette(routes=[Route("/{path:path}", self._answer, methods=methods)])
         server = BoundedServer(app, self._connections)
         # The trainer's own time-outs are those of what is passed on.
@@ -153,10 +155,10 @@ class Gateway:
         limits = httpx.Limits(max_connections=self._connections, max_keepalive_connections=64)
         async with (
             httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, follow_redirects=False) as self._http,
-            anyio.create_task_group() as listening,
+            anyio.create_task_group() as tasks,
         ):
             try:
-                listening.start_soon(_serve_shielded, server, self._sockets)
+                tasks.start_soon(_serve_shielded, server, self._sockets)
                 task_status.started()
                 await self._posts.serve()
             finally:
@@ -188,9 +190,9 @@ class Gateway:
             known = f"/workers, and the routes of an engine below {' '.join(self.base_urls(request.url.hostname))}"
             return _json(400, f"{request.method} {path} is refused: it is about no replica. There are {known}")
         passed = routes.is_passed(request.method, path)
-        if passed is not None:
-            return self._pass_on(request, replica, path, generates=passed.generates)
         try:
+            if passed is not None:
+                return await self._pass_on_as_named(request, replica, path, generates=passed == "tokens")
             body, fields = await _fields(request)
         except ValueError as error:
             return _json(413 if "larger" in str(error) else 400, f"{request.method} {path} is refused: {error}")
@@ -226,13 +228,9 @@ class Gateway:
 
     # --- the engine's own answers -------------------------------------------------------------------------------------
 
-    def _pass_on(
-        self, request: Request, replica: int, path: str, *, body: bytes | None = None, generates: bool = False
-    ) -> Response:
+    def _pass_on(self, request: Request, replica: int, path: str, *, body: bytes | None = None) -> Response:
         if not self._engines:
             return _json(400, NO_ENGINE.format(path))
-        if generates and (reason := self._plane.view().unfit(replica)):
-            return _json(503, f"replica {replica} answers no requests: {reason}")
         key = self._engine_key
         return ProxyResponse(
             self._http,
@@ -242,6 +240,23 @@ class Gateway:
             authorization=f"Bearer {key}" if key else None,
             keeps_authorization=key is None and self._token is None,
         )
+
+    async def _pass_on_as_named(self, request: Request, replica: int, path: str, *, generates: bool) -> Response:
+        """Pass a request on; one for tokens with the engines' names of adapters, to a replica that holds them."""
+        view = self._plane.view()
+        if generates and self._engines and (reason := view.unfit(replica)):
+            return _json(503, f"replica {replica} answers no requests: {reason}")
+        if not (generates and self._engines and view.state.adapters):
+            return self._pass_on(request, replica, path)
+        try:
+            body, named = with_engine_names(view.state, await _body(request, TOKENS_BYTES_MAX))
+        except LookupError as error:
+            return _json(404, str(error.args[0]))
+        for other in (*range(replica, self._replicas), *range(replica)):
+            if all(holds_version(view.state, other, used) for used in named) and not view.unfit(other):
+                return self._pass_on(request, other, path, body=body)
+        models = ", ".join(used.adapter.model for used in named)
+        return _json(503, f"no replica that answers requests holds {models} now")
 
     async def _version_of(self, request: Request, replica: int, path: str) -> Response:
         """The engine's answer, with the trainer's label in place of the number of the bus.
@@ -289,10 +304,6 @@ def _listen(host: str, ports: list[int]) -> list[socket.socket]:
     return sockets
 
 
-def _port_of(port: int, replica: int) -> int:
-    return port + 1 + replica if port else 0
-
-
 def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
@@ -309,11 +320,7 @@ def _is_of_a_page(request: Request) -> bool:
 
 async def _fields(request: Request) -> tuple[bytes, dict[str, object]]:
     """Return the body, and the parameters of the query with the fields of the body. Raises ValueError."""
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > BODY_BYTES_MAX:
-            raise ValueError(f"its body is larger than {BODY_BYTES_MAX} bytes")
+    body = await _body(request, BODY_BYTES_MAX)
     content: object = {}
     if body.strip():
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -328,5 +335,20 @@ async def _fields(request: Request) -> tuple[bytes, dict[str, object]]:
     return body, {**dict(request.query_params), **content}
 
 
+async def _body(request: Request, bytes_max: int) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > bytes_max:
+            raise ValueError(f"its body is larger than {bytes_max} bytes")
+    return bytes(body)
+
+
 def _json(status: int, message: str) -> Response:
-    return JSONResponse({"success": status == 200, "message": printable(message)}, status)
+    """An answer that says why in all places where a client may look: SkyRL shows `error.message` alone."""
+    message = printable(message)
+    content: dict[str, object] = {"success": status == 200, "message": message}
+    if status == 200:
+        return JSONResponse(content)
+    reason = " ".join(message.split())[:REASON_MAX].rstrip().encode("ascii", "replace").decode()
+    return JSONResponse({**content, "error": {"message": message, "code": status}}, status, {REASON.decode(): reason})

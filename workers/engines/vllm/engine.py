@@ -24,6 +24,7 @@ Where vLLM differs from other engines:
 
 import hashlib
 import json
+import os
 import time
 from pathlib import Path
 from typing import Final, assert_never
@@ -214,7 +215,7 @@ class VLLMEngine(AttachedEngine[VLLMLaunch]):
         await to_thread.run_sync(make_fresh, self._traces / call.directory)
         before = "\0".join(await to_thread.run_sync(_files, launch.profiles_to))
         note = self._traces / call.directory / BEFORE
-        await to_thread.run_sync(note.write_text, before)
+        await to_thread.run_sync(note.write_bytes, os.fsencode(before))
         try:
             await client.call("start_profile", **arguments)
         except CallRefused:
@@ -241,7 +242,7 @@ class VLLMEngine(AttachedEngine[VLLMLaunch]):
         note = self._traces / call.directory / BEFORE
         if profiles_to is None or not note.is_file():
             return []
-        before = note.read_text().split("\0")
+        before = os.fsdecode(note.read_bytes()).split("\0")
         return [profiles_to / name for name in sorted(_files(profiles_to)) if name not in before]
 
 
