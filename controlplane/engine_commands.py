@@ -23,7 +23,11 @@ def target_of(replicas: Replicas) -> Target:
 
 
 class EngineCommands(ABC):
-    """The commands of an open bus. Each is published at once, and returns the ticket of its report."""
+    """The commands of an open bus. Each is published at once, and returns the ticket of its report.
+
+    `replicas` are the indices of those that it is for, or one; None for all. After `timeout` seconds, agents that have
+    not answered are missing.
+    """
 
     _profiler: ProfilerConfig
 
@@ -60,12 +64,7 @@ class EngineCommands(ABC):
         return self.publish(EngineCommand(operation="pause", mode=in_flight), replicas, timeout)
 
     def resume(self, *, replicas: Replicas = None, timeout: float = 30.0) -> Ticket[Report]:
-        """Resume generation.
-
-        Args:
-            replicas: Replicas that it is for, by index; None for all.
-            timeout: Seconds until agents that have not answered are missing.
-        """
+        """Resume generation."""
         return self.publish(EngineCommand(operation="resume"), replicas, timeout)
 
     def sleep(
@@ -94,21 +93,11 @@ class EngineCommands(ABC):
         return self.publish(EngineCommand(operation="wake", tags=frozenset(tags)), replicas, timeout)
 
     def flush(self, *, replicas: Replicas = None, timeout: float = 30.0) -> Ticket[Report]:
-        """Flush the prefix cache.
-
-        Args:
-            replicas: Replicas that it is for, by index; None for all.
-            timeout: Seconds until agents that have not answered are missing.
-        """
+        """Flush the prefix cache."""
         return self.publish(EngineCommand(operation="flush"), replicas, timeout)
 
     def abort_requests(self, *, replicas: Replicas = None, timeout: float = 30.0) -> Ticket[Report]:
-        """Abort all running requests.
-
-        Args:
-            replicas: Replicas that it is for, by index; None for all.
-            timeout: Seconds until agents that have not answered are missing.
-        """
+        """Abort all running requests."""
         return self.publish(EngineCommand(operation="abort"), replicas, timeout)
 
     def start_profile(
@@ -135,13 +124,7 @@ class EngineCommands(ABC):
         return self.publish(command, replicas, timeout)
 
     def stop_profile(self, step: int, *, replicas: Replicas = None, timeout: float = 30.0) -> Ticket[Report]:
-        """Close the session of that step. The report lists the traces.
-
-        Args:
-            step: The step that it was started for.
-            replicas: Replicas that it is for, by index; None for all.
-            timeout: Seconds until agents that have not answered are missing.
-        """
+        """Close the session of that step. The report lists the traces."""
         return self.publish(ProfileCommand(action="stop", step=step), replicas, timeout)
 
     def collect_traces(

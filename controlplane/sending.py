@@ -21,12 +21,6 @@ async def send_when_loading(
     """Call `send` in a thread once all receivers have prepared: a broadcast waits for every rank of its group.
 
     The thread is a daemon, which nothing waits for: a sender may hang for ever, as one of NCCL does without its peers.
-
-    Args:
-        bus: The open bus.
-        ticket: Of the sync.
-        send: The trainer's own function.
-        senders: Gets the thread, named after the version. Threads that have ended are taken out.
     """
 
     def loading_or_over(state: CoordinatorState) -> bool:

@@ -47,14 +47,6 @@ PublishProfile = Callable[[ProfileCommand, Target, int], Ticket[Report]]
 class Profiling:
     """The profiling of one run, driven by its steps.
 
-    Args:
-        config: Which steps to profile, and how.
-        publish: Hands a command to the bus.
-        fleet: Returns the identities of the live agents.
-
-    Attributes:
-        reports: Reports of the profile commands, newest last.
-
     Raises:
         ConfigError: A value of the configuration has the wrong type. Raised here, before any step meets it.
     """
@@ -159,11 +151,7 @@ class Profiling:
 
 
 class Step:
-    """One step of the trainer, as a context; made by `ControlPlane.step`. Waits until the agents have answered.
-
-    Attributes:
-        number: Global training step.
-    """
+    """One step of the trainer, as a context; made by `ControlPlane.step`. Waits until the agents have answered."""
 
     def __init__(self, profiling: Profiling, global_step: int) -> None:
         if global_step < 0:

@@ -28,19 +28,6 @@ class Ticket(Generic[R]):
         deadline_us: The moment on the bus's clock by which it has ended, whatever happens. For the bus.
     """
 
-    __slots__ = (
-        "_callbacks",
-        "_error",
-        "_gate",
-        "_generation",
-        "_lock",
-        "_process",
-        "_result",
-        "deadline_us",
-        "number",
-        "timeout_us",
-    )
-
     def __init__(self, number: int) -> None:
         # Two bare locks, because a `concurrent.futures.Future` costs the bus and its caller several times as much.
         self.number = number

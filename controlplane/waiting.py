@@ -20,17 +20,8 @@ LACKS_SHOWN: Final = 4
 
 
 async def await_agents(bus: Bus, count: int, timeout_s: float) -> FleetStatus:
-    """Wait until this many agents are live, and none of them lacks anything.
-
-    Args:
-        bus: The open bus.
-        count: Agents that must be live.
-        timeout_s: Seconds to wait.
-
-    Raises:
-        AgentsMissing: Names what each known agent still lacks.
-    """
-    since_us, until = await bus.refresh_statuses(), current_time() + timeout_s
+    """Wait until this many agents are live, and none of them lacks anything. Raises AgentsMissing."""
+    since_us, until = bus.refresh_statuses(), current_time() + timeout_s
     while (left_s := until - current_time()) > 0:
         with move_on_after(min(SAY_AGAIN_S, left_s)):
             await bus.wait_until(lambda state: all_serve(state, count, since_us))

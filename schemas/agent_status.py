@@ -9,8 +9,6 @@ class Clock(Struct, frozen=True, kw_only=True):
     """An agent's clocks, measured against the bus's. For timelines; no decision depends on it.
 
     Attributes:
-        at_ms: A moment on the agent's monotonic clock, which its events use.
-        wall_ns: The same moment on the wall clock of its node.
         offset_ns: What to add to the node's wall clock to get the bus's.
         error_ns: By how much `offset_ns` may have been wrong at that moment.
     """
@@ -26,13 +24,7 @@ class Clock(Struct, frozen=True, kw_only=True):
 
 
 class Observed(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an agent that only observes last saw of its engine; None where the engine can't tell.
-
-    Attributes:
-        label: The engine's own label of its weights.
-        generating: False when paused.
-        profiling: A session is open.
-    """
+    """What an agent that only observes last saw of its engine; None where the engine can't tell."""
 
     label: Label | None = None
     generating: bool | None = None

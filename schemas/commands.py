@@ -61,7 +61,6 @@ class TorchMemory(Struct, frozen=True, kw_only=True, tag="torch_memory", omit_de
 
     Attributes:
         max_entries, context, stacks: As for `torch.cuda.memory._record_memory_history`.
-        snapshot_steps: Profiled steps that one snapshot covers.
     """
 
     max_entries: Positive = 100_000
@@ -74,7 +73,6 @@ class Npu(Struct, frozen=True, kw_only=True, tag="npu", omit_defaults=True):
     """Options of tool `npu` (`torch_npu.profiler`).
 
     Attributes:
-        level: Profiler level of torch_npu.
         analysis: Parse the recording when the session stops, which takes long.
     """
 
@@ -87,8 +85,6 @@ class PrecisionDebugger(Struct, frozen=True, kw_only=True, tag="precision_debugg
 
     Attributes:
         config_path: Configuration file on the rank's machine.
-        stages: Stages to watch; None for all.
-        strict: Fail on an unknown stage.
     """
 
     config_path: Annotated[str, Meta(max_length=512)] = ""
@@ -107,7 +103,6 @@ class Finish(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         relocate: Move the traces of the selected ranks to the traces root, under names with replica and rank.
-        hook: Run the hook on agents of profiled ranks.
         hook_all_ranks: Run it on all agents.
         hook_ranks: Run it on agents that own one of these global ranks.
     """
@@ -281,9 +276,6 @@ class AdapterRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a sync of an adapter is asked with, beside its directory and version.
 
     Attributes:
-        name: Of the adapter.
-        config: As in `AdapterVersion`.
-        base: As in `AdapterVersion`.
         keep: How many versions replicas hold after the commit, the newest included.
     """
 
@@ -381,11 +373,7 @@ class AdapterSync(Struct, frozen=True, kw_only=True, tag="adapter", omit_default
 
 
 class AdapterDrop(Struct, frozen=True, kw_only=True, tag="adapter_drop"):
-    """Hold no version of an adapter any more.
-
-    Attributes:
-        name: Of the adapter.
-    """
+    """Hold no version of an adapter any more."""
 
     name: AdapterName
 
@@ -411,12 +399,7 @@ class EngineCommand(Struct, frozen=True, kw_only=True, tag="engine", omit_defaul
 
 
 class EpochStart(Struct, frozen=True, kw_only=True, tag="epoch_start"):
-    """First record of an epoch. Ends what an earlier trainer left unfinished: a pause, a sync, a profiling session.
-
-    Attributes:
-        previous_epoch: The epoch before this one; 0 for a new run.
-        logic: Version of the decision logic of this bus.
-    """
+    """First record of an epoch. Ends what an earlier trainer left unfinished: a pause, a sync, a profiling session."""
 
     previous_epoch: Count
     logic: Positive

@@ -78,20 +78,14 @@ class Desired(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The state that one replica should be in. The default is that of a run without commands.
 
     Attributes:
-        generation: Whether the replica may generate.
-        pause_mode: What a pause does to running requests.
-        asleep: Regions of memory to release.
         discard: Sleeping weights need not be kept.
-        profile: Session to have open.
         committed: Weights to serve; None for those that the engine was launched with.
-        sync: Weight sync in progress.
         quarantined: Version of the sync that quarantined the replica; 0 if none. The replica stays paused until a later
             commit includes it, that sync is aborted or loses its trainer, or its agent restarts.
         uncommitted: Weights that were last loaded while nothing was committed. A replica that took them has nothing to
             go back to: after an abort it stays paused until its trainer syncs again.
         fallback: Those weights, once that trainer is lost: a replica that has them may serve them until the first
             commit.
-        adapters: LoRA adapters to hold, by name.
     """
 
     generation: Literal["running", "paused"] = "running"

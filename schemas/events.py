@@ -341,7 +341,6 @@ class MachineSettings(Struct, frozen=True, kw_only=True, omit_defaults=True):
         max_buffered: Most commands queued, and most commands buffered behind a hole.
         reconcile_timeout_ms: Deadline of an engine call that belongs to no command.
         on_lost_bus: What the engine does once the lease has expired: serve the committed weights, or pause.
-        memory: Who releases the engine's memory.
         wedged_after_ms: An engine whose running requests make no progress for this long is wedged.
         adapter_grace_ms: Time for which requests may still run on a version of an adapter that is no longer wanted, if
             the engine can't tell which ones do.
@@ -368,12 +367,8 @@ class CommandReceived(Struct, frozen=True, kw_only=True, tag="command"):
     """A command, live or resent.
 
     Attributes:
-        epoch: Epoch of the sender, used for fencing.
         origin: Epoch in which the command was recorded, not used for fencing.
-        seq: Position of the command in the run.
-        ttl_ms: Time left to act.
         command: The command; `UnknownCommand` if this version can't read it.
-        target: Which replicas the command is for.
     """
 
     at_ms: Moment
@@ -428,7 +423,6 @@ class Tick(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="tick"):
     """A deadline that `workers.machine.decide.next_deadline` returned has passed.
 
     Attributes:
-        at_ms: The moment.
         stacks: Of an engine that has not answered: a sentence for the outcome, where its stacks are, or why nowhere.
     """
 

@@ -104,6 +104,11 @@ def describe(command: Command | UnknownCommand) -> str:
             assert_never(command)
 
 
+def command_kind(command: Command | UnknownCommand) -> str:
+    """Return the kind of a command, by which it is counted: `profile start`, `weights load`, `pause`."""
+    return " ".join(describe(command).split()[:2])
+
+
 def format_outcome(outcome: Conclusion) -> str:
     """Return one outcome in one line."""
     match outcome:
@@ -251,7 +256,6 @@ class Line(NamedTuple):
     """One printed line.
 
     Attributes:
-        text: The line, without markup.
         trouble: It names something that is wrong, and is shown in red.
     """
 

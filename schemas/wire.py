@@ -49,12 +49,10 @@ class Header(Struct, frozen=True, array_like=True, gc=False):
     """First frame of every message. Its layout never changes within major version 2.
 
     Attributes:
-        magic: `MAGIC`.
         major: Protocol version; a reader refuses another one.
         minor: Grows with each compatible addition.
         epoch: Epoch of the sending bus, or the one that the agent saw last. Used for fencing.
         origin: Epoch in which the command was recorded; 0 in control messages.
-        seq: Position of the command, or the position that the message refers to.
     """
 
     magic: int
@@ -69,11 +67,9 @@ class Envelope(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One command on the wire. The header before it carries the epochs and the seq.
 
     Attributes:
-        run: Id of the run.
         issued_at_ns: Wall clock of the bus, for people.
         ttl_ms: Time left to act, counted from receipt, so that clock skew between nodes can't expire a command.
         body: The encoded `Command`. Raw, so that the envelope of an unknown command can still be read.
-        target: Which replicas the command is for.
     """
 
     run: Name
@@ -90,11 +86,8 @@ class Hello(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True, tag
     """An agent introduces itself.
 
     Attributes:
-        identity: Its place in the fleet.
         incarnation: Random id of this life of the agent.
         journal: Id of the agent's journal. Decisions are numbered within it.
-        host: Host name, for messages to people.
-        pid: Process id, likewise.
         attempt: How many hellos this incarnation said before. One that was overtaken by a later one is ignored.
     """
 
@@ -156,10 +149,8 @@ class Welcome(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="welcom
     """Answer to `Hello`.
 
     Attributes:
-        run: Id of the run.
         publish_port: Port of the publish socket, on the host that the agent dialled. None on ipc and inproc, where it
             is the dialled address with `-publish` appended. An agent never dials an address from the wire.
-        heartbeat_ms: Time between two heartbeats of the agent.
         lease_ms: An agent that hears nothing from the bus for this long continues without the trainer.
         recorded_decisions: Decisions of the agent's journal that the log holds. The agent sends those that follow.
         head_interval_ms: Time between two heads; None if an older bus does not say. An agent that is answered and hears
@@ -226,9 +217,6 @@ class TimeReply(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="time
     """Answer to `TimeRequest`.
 
     Attributes:
-        sent_ns: Copied from the request.
-        received_ns: Wall clock of the bus when it read the request.
-        replied_ns: Wall clock of the bus when it sent this answer.
         heartbeat_ms: Time between two heartbeats from now on, while the fleet is large; None for that of the welcome.
     """
 
@@ -267,7 +255,6 @@ class SyncRequest(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sy
 
     Attributes:
         path: Of the checkpoint, below the checkpoint root of the bus and of each agent.
-        timeout_ms: For each phase.
         version: None for the next of the run.
         adapter: The LoRA adapter that it is a version of; None for base weights. Its `config` is not read.
     """
@@ -301,7 +288,6 @@ class ReplyPart(Struct, frozen=True, kw_only=True, tag="reply_part"):
     """A part of a reply that is too large for one message. The parts are sent one after the other.
 
     Attributes:
-        part: The next bytes of the encoded reply.
         left: How many parts follow.
     """
 
@@ -310,8 +296,6 @@ class ReplyPart(Struct, frozen=True, kw_only=True, tag="reply_part"):
 
 
 Reply = FleetStatus | Report | SyncReport | RequestRejected | ReplyPart
-
-OPERATOR_TAGS: Final = frozenset(kind.__struct_config__.tag for kind in get_args(Operator))
 
 T = TypeVar("T")
 
@@ -360,11 +344,7 @@ def encode_header(epoch: int, origin: int = 0, seq: int = 0) -> bytes:
 
 
 def parse_frames(frames: list[bytes]) -> tuple[Header, bytes]:
-    """Return the header and the undecoded body of a message without topic and routing id.
-
-    Raises:
-        WireError: Wrong number or size of frames, another magic number or another major version.
-    """
+    """Return the header and the undecoded body of a message without topic and routing id. Raises WireError."""
     if len(frames) != 2:
         raise WireError(f"a message has 2 frames, not {len(frames)}")
     size = len(frames[0]) + len(frames[1])

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.xdist_group("house")  # in one process, which parses ea
 
 PRODUCT = ("schemas", "controlplane", "workers")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 70
-MAX_PRODUCT_LINES = 43_050
+MAX_PRODUCT_LINES = 41_650
 """Lines of the product, with comments. Raised only on purpose, in a commit of its own that says what is worth it."""
 
 PURE = (
@@ -41,7 +41,7 @@ READERS = ("schemas/profiler/readers.py",)
 PURE_MAY_IMPORT = {
     *("abc", "base64", "binascii", "bisect", "collections", "collections.abc", "contextlib", "copy", "dataclasses"),
     *("difflib", "enum", "functools", "hashlib", "heapq", "itertools", "msgspec", "msgspec.inspect"),
-    *("msgspec.json", "msgspec.msgpack", "msgspec.structs", "operator", "re", "string", "struct", "textwrap"),
+    *("array", "msgspec.json", "msgspec.msgpack", "msgspec.structs", "operator", "re", "string", "struct", "textwrap"),
     *("types", "typing", "zlib"),
 }
 """Modules from outside our packages. `PurePath` and `PurePosixPath` are allowed too: they touch no disk."""

@@ -61,10 +61,7 @@ class _Incarnation:
     """What belongs to one incarnation.
 
     Attributes:
-        scope: Cancelled to end it.
         restarting: The machine has asked for the next one.
-        timer: Rings at the next moment for which the machine, the link or the driver has asked.
-        tasks: Where dumps of stacks run, while the incarnation is served.
         stacks: Number of the newest call whose stacks were dumped, and what became of them.
     """
 

@@ -68,18 +68,7 @@ _DISK_CALLS = (CollectTraces, FinishProfile)
 
 
 class EngineDriver:
-    """Drives the engine of one agent during one incarnation.
-
-    Args:
-        engine: The engine, to observe it.
-        commanded: The same engine, to call it; None if this agent only observes. Then nothing here can call it.
-        traces: What profiling sessions leave on this node's disk, if they do.
-        observe_ms: Time between two observations.
-        state: Returns the agent's state.
-        handle: Gives an event to the machine.
-        now_ms: The agent's monotonic time.
-        wake_at: Asks for a call of `notice_time` at a moment, in ms.
-    """
+    """Drives the engine of one agent during one incarnation."""
 
     def __init__(
         self,

@@ -10,7 +10,6 @@ class Limit(NamedTuple):
     """One row of the table.
 
     Attributes:
-        exceeded: The plan asks for what is ruled out.
         what: What can't be recorded. Completes the sentence "… can't record <what>".
         advice: The reason, or what to do instead, without a full stop at the end.
     """
@@ -21,12 +20,7 @@ class Limit(NamedTuple):
 
 
 def require_recordable(subject: str, limits: Iterable[Limit]) -> None:
-    """Raise UnsupportedError for the first limit that the plan exceeds.
-
-    Args:
-        subject: What can't record it, e.g. `sglang 0.5.23` or `tool nsys`.
-        limits: The table, most important row first. A generator is read only as far as the first exceeded limit.
-    """
+    """Raise UnsupportedError for the first limit that the plan exceeds."""
     for limit in limits:
         if limit.exceeded:
             raise UnsupportedError(f"{subject} can't record {limit.what}: {limit.advice}.")

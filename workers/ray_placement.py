@@ -129,12 +129,7 @@ class Placement:
     def wait_ready(self, timeout: float = 60.0) -> None:
         """Return once every node is in sync: each has joined, and the engines may serve.
 
-        Args:
-            timeout: Seconds.
-
-        Raises:
-            AgentsMissing: Some agents were not ready in time.
-            AgentError: An agent ended and will not be restarted.
+        Raises AgentsMissing if they are not by then, or AgentError when an agent ended for good.
         """
         import ray
 

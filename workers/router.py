@@ -125,15 +125,14 @@ def should_be_registered(state: AgentState, registered: bool) -> bool:
 class RouterRegistration:
     """One worker's registration in one router. Runs beside `agent.run`: `task_group.start_soon(router.follow, agent)`.
 
+    Raises ConfigError.
+
     Args:
         url: The router's, http://HOST:PORT.
         worker_url: The engine server's, as the router reaches it.
         key: The router's, sent as a bearer token.
         worker_key: The engine's, which the router needs to call it.
         poll_s: Seconds between two polls of a router that is in the wanted state.
-
-    Raises:
-        ConfigError: A URL can't be used.
     """
 
     def __init__(
@@ -174,12 +173,10 @@ class RouterRegistration:
     async def step(self, wanted: Callable[[bool], bool]) -> bool | None:
         """Read whether the worker is in the router, and ask once for `wanted(registered)` if that differs.
 
+        Raises EngineError.
+
         Returns:
             Whether it is registered, if that is as wanted. None while the router is working: poll again soon.
-
-        Raises:
-            CallRefused: The router refused, or could not take the worker.
-            EngineError: The router did not answer.
         """
         ids = await self._entries()
         job = await self._job(ids)

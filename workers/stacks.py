@@ -11,10 +11,8 @@ Rule 2  The agent asks about its own process and those below it: a server that i
 
 import os
 import shutil
-import signal
 import subprocess
 import sysconfig
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -33,7 +31,7 @@ DUMP_S: Final = 10.0
 AT_ONCE: Final = 4
 """Processes that are read at the same time."""
 PROCESSES_MAX: Final = 128
-PROCESS_BYTES: Final = 256 * 1024
+PROCESS_CHARACTERS: Final = 256 * 1024
 FILE_BYTES: Final = 4 * 1024 * 1024
 KEPT: Final = 5
 """Newest files that are kept, for each agent."""
@@ -94,30 +92,25 @@ class StackDumps:
     def _read(self, pid: int, until_s: float) -> tuple[str, str]:
         """Return what py-spy prints about one process, or the reason why it fails."""
         words = [self._program, "dump", "--full-filenames", "--pid", str(pid)]
+        left_s = max(0.0, until_s - time.monotonic())
         try:
-            process = subprocess.Popen(
+            done = subprocess.run(
                 words,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
+                timeout=left_s,
                 env=environment_of_children(),
             )
         except OSError as error:
             return "", f"{self._program} can't be run ({error.strerror})"
-        with process:
-            late = threading.Timer(max(0.0, until_s - time.monotonic()), process.kill)
-            late.start()
-            output = process.stdout.read(PROCESS_BYTES) if process.stdout is not None else b""
-            late.cancel()
-            whole = len(output) < PROCESS_BYTES
-            if not whole:
-                process.kill()
-        text = output.decode(errors="replace")
-        if process.returncode == -signal.SIGKILL and whole:
+        except subprocess.TimeoutExpired:
             return "", f"not done within {DUMP_S:g} s"
-        if process.returncode != 0 and whole:
+        text = done.stdout.decode(errors="replace")
+        if done.returncode != 0:
             return "", _reason(text)
-        return "".join(line for line in text.splitlines(True) if not line.startswith("Process ")), ""
+        frames = "".join(line for line in text.splitlines(True) if not line.startswith("Process "))
+        return frames[:PROCESS_CHARACTERS], ""
 
     def _sentence(self, path: Path, count: int, reasons: list[str]) -> str:
         if self._foreign:

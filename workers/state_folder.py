@@ -27,13 +27,7 @@ def state_folder(bus: str) -> Path:
     """Return the folder for what the agents of one bus remember on this machine, and create it.
 
     It is below `$XDG_STATE_HOME`, or `~/.local/state`. If that is on a network file system, it is below `/var/tmp`, and
-    a line in the log says so.
-
-    Args:
-        bus: Address of the bus, as the agents have it.
-
-    Raises:
-        ConfigError: It can't be created, or belongs to another user.
+    a line in the log says so. Raises ConfigError.
     """
     home = _state_home()
     if filesystem := network_type(home):

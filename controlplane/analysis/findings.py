@@ -150,11 +150,7 @@ class ObservedReplica:
 
 
 class ObservedFleet:
-    """The observed replicas of one log. Feed it the entries in order, then ask.
-
-    Args:
-        begin: The state that the log begins with.
-    """
+    """The observed replicas of one log. Feed it the entries in order, then ask."""
 
     def __init__(self, begin: CoordinatorState | None = None) -> None:
         begin = begin or CoordinatorState()

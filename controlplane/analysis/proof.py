@@ -18,11 +18,7 @@ from schemas.wire import Snapshot, Welcome, decode_command
 
 
 class Proofs:
-    """What one log shows about the replicas of its run.
-
-    Attributes:
-        desired: What is desired of each replica.
-    """
+    """What one log shows about the replicas of its run."""
 
     def __init__(self, begin: CoordinatorState) -> None:
         self._places: dict[str, Identity] = {name: member.hello.identity for name, member in begin.members.items()}

@@ -33,17 +33,7 @@ _VERSION: Final = b"1.0"
 
 
 class Access:
-    """The keys of one bus while it runs.
-
-    Args:
-        folder: Where they are.
-
-    Attributes:
-        pair: The bus's own.
-
-    Raises:
-        KeyFileError: The bus's own key can't be used, or the folder can't be read.
-    """
+    """The keys of one bus while it runs. Raises KeyFileError."""
 
     def __init__(self, folder: KeyFolder) -> None:
         self._folder = folder

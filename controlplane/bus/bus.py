@@ -15,7 +15,6 @@ from typing import Any, Self, TypeVar
 import anyio
 import msgspec
 import zmq
-from anyio import CancelScope
 from anyio.abc import TaskGroup
 from msgspec.structs import replace
 
@@ -53,7 +52,7 @@ class Bus(BusLoop):
     """One life of the bus on one run's log. `async with Bus(...) as bus:`, under asyncio.
 
     `publish`, `sync`, `retire`, `view`, `run_soon` and `watch` may be called from any thread, everything else in the
-    loop of the bus.
+    loop of the bus. Entering raises AddressInUse, BusAddressError, KeyFileError or LogError.
 
     Args:
         address: Where agents and operators connect. `tcp://127.0.0.1:0` lets the system choose a port, see `.address`.
@@ -67,9 +66,6 @@ class Bus(BusLoop):
     Attributes:
         orders: Who hears of each order, in the thread of its caller, before the bus does.
         decisions: Who hears of each event and its effects, in the loop of the bus, once they were performed.
-
-    Raises:
-        AddressInUse, BusAddressError, KeyFileError, LogError: On entering.
     """
 
     def __init__(
@@ -147,20 +143,7 @@ class Bus(BusLoop):
         sends: bool = False,
         adapter: AdapterRequest | None = None,
     ) -> Ticket[SyncReport]:
-        """Hand a weight sync to the bus. Otherwise like `publish`.
-
-        Args:
-            version: Of the weights; None for the next one.
-            source: Where the weights are.
-            manifest: What the source must hold, if that is known.
-            in_flight: What happens to running requests.
-            quorum: Replicas that must load; None for more than half.
-            target: Replicas that take part.
-            timeout_ms: For each phase.
-            on_unreachable: Whether a phase waits for an engine that is down.
-            sends: The caller sends the weights, and says by `note_sent` when it has. Nothing is committed before that.
-            adapter: The LoRA adapter that it is a version of; None for base weights.
-        """
+        """Hand a weight sync to the bus, like `publish`. The arguments are those of `ControlPlane.sync_weights`."""
         ticket: Ticket[SyncReport] = self.callers.new_ticket(PHASES * timeout_ms * 1000)
         order = events.SyncRequested(
             at_us=0,
@@ -187,6 +170,17 @@ class Bus(BusLoop):
         self.callers.note_sent(ticket, failure)
         self._wakeup.notify()
 
+    def note_samples(self, step: int, counts: tuple[events.SampleCount, ...]) -> None:
+        """Record what the trainer has judged. Waits for nothing; may be called from any thread.
+
+        Args:
+            step: The training step; 0 before the first.
+            counts: Since the last call.
+        """
+        counted = events.SamplesCounted(at_us=0, at_ns=0, step=step, counts=counts)
+        self.callers.note_samples(checked_request(counted))
+        self._wakeup.notify()
+
     def retire(self, places: tuple[str, ...]) -> Ticket[FleetStatus]:
         """Take places out of the run for good. Otherwise like `publish`."""
         ticket: Ticket[FleetStatus] = self.callers.new_ticket()
@@ -196,8 +190,7 @@ class Bus(BusLoop):
     def view(self) -> FleetView:
         """Return what is known of the fleet at this moment. May be called from any thread.
 
-        Raises:
-            BusFaulted, BusClosed: Nothing is known of it: the bus has ended, or its log hangs.
+        Raises BusFaulted or BusClosed.
         """
         self._check()
         self.clock.require_news()
@@ -206,9 +199,9 @@ class Bus(BusLoop):
             self._view = FleetView(state)
         return self._view
 
-    async def refresh_statuses(self) -> int:
+    def refresh_statuses(self) -> int:
         """Let the next heartbeat of every agent count as news. Returns when, after all that had arrived by then."""
-        await self.turn()
+        self.begin()
         self.inbox.forget_statuses()
         return self.now_us()
 
@@ -242,13 +235,6 @@ class Bus(BusLoop):
             self.callers.fail(ticket.number, self.fault or _closed(self.address))
         return ticket
 
-    def watch(self) -> None:
-        """End what must end in time, and answer operators, though the loop of the bus hangs. For a thread that calls it
-        now and then.
-        """
-        if not self.look_at_turn():
-            self._wakeup.notify()
-
     def _check(self) -> None:
         if self.fault is not None:
             raise BusFaulted(f"{self.fault}. {NOTHING_SENT}") from self.fault.__cause__
@@ -266,16 +252,15 @@ class Bus(BusLoop):
             self._prepare_access(stack)
             await self._bind(stack)
             stack.callback(self._fail_all)
-            await self._record_opening()
+            self._record_opening()
             tasks = await stack.enter_async_context(anyio.create_task_group())
             self.closed = False
-            stack.push_async_callback(self._record_end)
+            stack.callback(self._record_end)
             stack.callback(tasks.cancel_scope.cancel)
             stack.push_async_callback(self._drain)
             for task in (
                 self.read_router,
                 self.keep_time,
-                self.finish_turns,
                 self._read_subscriptions,
                 partial(self._run_jobs, tasks),
                 partial(self._wakeup.serve, self._on_wakeup),
@@ -298,7 +283,6 @@ class Bus(BusLoop):
     def _on_wakeup(self) -> None:
         if self._jobs:
             self._job_added.set()
-        self.held_up.answer()
         self.begin()
 
     async def _run_jobs(self, tasks: TaskGroup) -> None:
@@ -352,14 +336,14 @@ class Bus(BusLoop):
         pair = self._access.pair if self._access is not None else None
         return bus_publisher(self._context, address, insecure=self._allow_exposed, pair=pair)
 
-    async def _record_opening(self) -> None:
+    def _record_opening(self) -> None:
         """The first decision of this life."""
         settings = msgspec.convert(self._config, events.CoordinatorSettings, from_attributes=True)
         tcp = self.address.startswith("tcp://")
         settings = replace(settings, publish_port=int(self.publisher.address.rpartition(":")[2]) if tcp else None)
         at_us, at_ns = self.now_us(), wall_clock_ns()
         opened = events.Opened(at_us=at_us, at_ns=at_ns, run=self._log.run, settings=settings, logic=LOGIC)
-        await self.run([opened], at_us, at_ns)
+        self.run([opened], at_us, at_ns)
         if self.fault is not None:  # a bus that can't record its first decision does not open
             raise self.fault
         logger.info("bus of run %s, epoch %d, at %s", self._log.run, self.state.epoch, self.address)
@@ -372,15 +356,14 @@ class Bus(BusLoop):
         if self.fault is None and any(member.state == "live" for member in self.state.members.values()):
             await anyio.sleep(self._config.heartbeat_ms * 3 / 8000)
 
-    async def _record_end(self) -> None:
+    def _record_end(self) -> None:
         """The last decision, after the tasks have ended. Messages still queued leave within the linger time."""
-        with CancelScope(shield=True):
-            self.closed = True
-            at_us, at_ns = self.now_us(), wall_clock_ns()
-            while self.fault is None and (orders := self.callers.take_orders(at_us, at_ns, agents=0)):
-                await self.run(orders, at_us, at_ns)
-            if self.fault is None:
-                await self.run([events.Closed(at_us=at_us, at_ns=at_ns)], at_us, at_ns)
+        self.closed = True
+        at_us, at_ns = self.now_us(), wall_clock_ns()
+        while self.fault is None and (orders := self.callers.take_orders(at_us, at_ns, agents=0)):
+            self.run(orders, at_us, at_ns)
+        if self.fault is None:
+            self.run([events.Closed(at_us=at_us, at_ns=at_ns)], at_us, at_ns)
 
     def _fail_all(self) -> None:
         self._exited = True
@@ -414,7 +397,7 @@ class Bus(BusLoop):
         while True:
             revoked = await access.changed(self._config.head_interval_ms / 1000)
             self.inbox.keys_changed = True
-            await self.turn()
+            self.begin()
             if revoked:
                 await self._drop_subscribers()
 

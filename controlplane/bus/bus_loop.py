@@ -3,8 +3,7 @@
 Theory of operation. Whatever wakes the bus (a message, a command from the trainer's thread, a timer) begins a turn. A
 turn takes in all there is, makes events of it, lets the coordinator decide them one after the other, records the
 decisions as one group, and then performs their effects in order. A peer that proves unreachable is another event of the
-same turn. A turn is a generator: it stops where its group must reach the disk (durability `disk`), and goes on when it
-has. Whatever wakes the bus meanwhile begins one more turn after it. Otherwise a turn runs to its end within a callback.
+same turn. A turn runs to its end within a callback, the write to the log included: nothing comes between.
 
 Rule 1  Recorded first. Nothing is sent, and no caller gets an answer, before the decisions that led to it are in the
         log. Decisions without effects are written with the next that have some, or a moment later.
@@ -18,12 +17,11 @@ Rule 4  A log that only takes long is waited for, up to a lease, by when the age
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 from typing import Final, assert_never
 
 import anyio
-from anyio import CancelScope
 from msgspec.structs import replace
 
 from controlplane.bus.callers import NOTHING_SENT, Callers
@@ -45,7 +43,6 @@ from schemas.errors import BusError, BusFaulted, LogError, LogLocked, Rolloutctl
 from schemas.listeners import Listeners
 from schemas.logs import logger_of
 from schemas.reports import FleetStatus
-from schemas.transport import background
 from schemas.transport.async_socket import AsyncZmqSocket, Sent
 from schemas.transport.publisher_socket import PublisherSocket
 from schemas.transport.timer import Timer
@@ -72,27 +69,12 @@ STALLED_US: Final = 1_000_000
 FLOODED: Final = "peers subscribe faster than the bus can take in"
 _NIL: Final = b"\xc0"
 
-Steps = Generator[None, None, None]
-"""A turn. It yields where its group must reach the disk before it goes on."""
-
 
 class BusLoop:
     """What one life of a bus does each time that something wakes it. `Bus` owns what it works on.
 
-    Args:
-        log: Open.
-
     Attributes:
-        state: What the coordinator knows.
-        fault: Why the bus has stopped, if it has.
         closed: The bus takes no orders: it is not open yet, or closes.
-        over: Every ticket has ended.
-        callers: Who waits for the bus.
-        decisions: Who hears of each event and its effects, once they were performed.
-        router: Connections of agents and operators.
-        publisher: Subscriptions of agents. A new one may take its place at any time.
-        inbox: What arrives.
-        clock: How long the turn under way takes.
         held_up: Answers operators while that takes too long.
         insecure: Programs on other machines can command this fleet; the status says so.
     """
@@ -104,7 +86,7 @@ class BusLoop:
     def __init__(self, log: RunLog, config: BusConfig) -> None:
         self.state = log.state
         self.fault: BusFaulted | None = None
-        self.closed, self.over = True, False
+        self.closed = True
         self.callers = Callers(config.queue, self._reply, SwitchInterval(config.switch_interval_us))
         self.decisions: Listeners[[events.CoordinatorEvent, events.CoordinatorEffects]] = Listeners()
         self._pending_notifications: list[tuple[events.CoordinatorEvent, events.CoordinatorEffects]] = []
@@ -121,13 +103,8 @@ class BusLoop:
         self._flush_us: int | None = None
         self._deadline: tuple[CoordinatorState, int | None] | None = None  # what the newest state asked for
         self._timer = Timer(self._on_time)
-        self._under_way: Steps | None = None  # a turn that waits for the disk, or is at work
-        self._again = False  # another turn is due when that has ended
-        self._begun = self._ended = 0  # turns
         self.clock = TurnClock(log.path, config, self.now_us)
         self.held_up = HeldUp(self.clock, self._arrived, lambda: self.router, self.status, self._framed, self.callers)
-        self._suspended: anyio.Event | None = None  # for the task that goes on with turns
-        self._turned: anyio.Event | None = None  # while the end of a turn is waited for
         self._changed: anyio.Event | None = None  # while a state is waited for
 
     def prepare(self, inbox: Inbox, admit: Callable[[], None] | None) -> None:
@@ -142,7 +119,6 @@ class BusLoop:
         self._skew_us = int(anyio.current_time() * 1_000_000) - time.monotonic_ns() // 1000
         self.inbox, self._admit = inbox, admit
         self.held_up.prepare(inbox, admit)
-        self._finishing = anyio.Lock()
         self._next_head_us = self.now_us()
 
     def now_us(self) -> int:
@@ -154,15 +130,15 @@ class BusLoop:
         now_us = self.now_us()
         return max(0, now_us - self.inbox.last_heard_us.get(peer, now_us))
 
-    def look_at_turn(self) -> bool:
-        """Do what must be done in time (rule 4). Returns False if the loop has to call `held_up.answer`."""
+    def watch(self) -> None:
+        """End what must end in time, and answer operators, though the loop hangs (rule 4). Called by a thread."""
         if count := self.publisher.cut_off_floods():
             logger.warning("cut off %d connections: %s", count, FLOODED)
         if self.publisher.held_s * 1_000_000 > STALLED_US:  # that of a turn too: it is not the disk
             self.callers.expire(self.now_us(), BusFaulted(FLOODED))
-            return True
+            return
         self.clock.watch(self.callers, self._fault)
-        return self.held_up.look()
+        self.held_up.look()
 
     def status(self) -> FleetStatus:
         """Return the fleet at this moment."""
@@ -191,9 +167,7 @@ class BusLoop:
 
     def fail_all(self, error: BusError) -> None:
         """End every ticket with an error."""
-        self.closed = self.over = True
-        if self._turned is not None:
-            self._turned.set()
+        self.closed = True
         self.callers.fail_all(error)
         self._wake_watchers()
 
@@ -209,10 +183,8 @@ class BusLoop:
         await self._timer.serve()
 
     def _on_message(self, frames: list[bytes]) -> None:
-        # Kept where any turn finds it: this one may have to wait for another, which goes on to read what came after it.
-        if self._under_way is None or not self.held_up.takes(frames):
-            self._arrived.append(frames)
-            self.begin()
+        self._arrived.append(frames)
+        self.begin()
 
     def _on_time(self) -> None:
         if self.now_us() >= (due_us := self._due_us()):
@@ -239,100 +211,23 @@ class BusLoop:
     # --- a turn -------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Take a turn: at once, or after the one that waits for the disk."""
-        if self._under_way is not None:
-            self._again = True
-            return
-        self.clock.begin()
-        self._under_way = self._turn()
-        if self._advance(self._under_way.__next__):
-            if self._suspended is not None:
-                self._suspended.set()
-        else:
-            self._end_turn()
+        """Take a turn, to its end."""
+        self._take(self._turn)
 
-    def _advance(self, go_on: Callable[[], object]) -> bool:
-        """Take the turn under way further. Returns whether it waits for the disk now, and has not ended."""
+    def run(self, batch: list[events.CoordinatorEvent], at_us: int, at_ns: int) -> None:
+        """Take a turn with these events alone, to its end."""
+        self._take(partial(self._process, batch, at_us, at_ns))
+
+    def _take(self, turn: Callable[[], None]) -> None:
+        self.clock.begin()
         try:
-            go_on()
-        except StopIteration:
-            return False
+            turn()
         except Exception as error:
             self.stop(error)
-            return False
-        return True
-
-    async def turn(self) -> None:
-        """Take a turn that begins after this call, and wait for its end."""
-        number = self._begun + 1
-        self.begin()
-        while self._ended < number and not self.over:
-            self._turned = self._turned or anyio.Event()
-            await self._turned.wait()
-
-    async def finish_turns(self) -> None:
-        """Go on with each turn that waits for the disk, until cancelled."""
-        while True:
-            self._suspended = anyio.Event()
-            await self.finish_turn()
-            await self._suspended.wait()
-
-    async def finish_turn(self) -> None:
-        """Go on with the turn that waits for the disk, if one does, to its end.
-
-        One task at a time: at the end of the bus the one that always does is not cancelled before its turn has ended.
-        """
-        with CancelScope(shield=True):
-            async with self._finishing:
-                await self._finish()
-
-    async def _finish(self) -> None:
-        while self._under_way is not None:
-            await self._to_the_disk(self._under_way)
-            self._end_turn()
-
-    async def run(self, batch: list[events.CoordinatorEvent], at_us: int, at_ns: int) -> None:
-        """Take a turn with these events alone, to its end."""
-        with CancelScope(shield=True):
-            async with self._finishing:
-                await self._finish()
-                self.clock.begin()
-                self._under_way = self._process(batch, at_us, at_ns)
-                if self._advance(self._under_way.__next__):
-                    await self._finish()
-                else:
-                    self._end_turn()
-
-    async def _to_the_disk(self, steps: Steps) -> None:
-        """Commit for a turn that waits for it, and go on with it, until it has ended."""
-        waits = True
-        while waits:
-            try:
-                commit = background.begin(self._log.commit, "rolloutctl-log", daemon=True)
-                await background.done_within(commit)
-                commit.result()
-            except LogLocked as error:
-                if self.fault is None and not self.clock.too_long:
-                    continue
-                waits = self._advance(partial(steps.throw, error))
-            except Exception as error:
-                waits = self._advance(partial(steps.throw, error))
-            else:
-                waits = self._advance(steps.__next__)
-
-    def _end_turn(self) -> None:
         self.clock.end()
-        self._under_way, self._ended = None, self._begun
         self._timer.set(self._due_us() / 1_000_000)
-        if self._turned is not None:
-            self._turned.set()
-            self._turned = None
-        if self._again:
-            self._again = False
-            self.begin()
 
-    def _turn(self) -> Steps:
-        self._begun += 1
+    def _turn(self) -> None:
         at_us, at_ns = self.now_us(), wall_clock_ns()
         if self.fault is not None:
             self._next_head_us = at_us + self._config.head_interval_ms * 1000
@@ -353,7 +248,7 @@ class BusLoop:
             batch.append(events.TimerFired(at_us=at_us, at_ns=at_ns))  # last, so that what arrived in time counts
         if not (batch or self._log.pending or self._unreachable or self.inbox.acks):
             return
-        yield from self._process(batch, at_us, at_ns)
+        self._process(batch, at_us, at_ns)
 
     def _receive(self, at_us: int, at_ns: int) -> bool:
         """Pass what has arrived to the inbox, and answer operators. Returns whether that was all."""
@@ -398,11 +293,11 @@ class BusLoop:
             self._next_head_us = at_us  # the rest in the next turn, at once
         self._descriptors.check(at_us, len(self.inbox.last_heard_us))
 
-    def _process(self, batch: list[events.CoordinatorEvent], at_us: int, at_ns: int) -> Steps:
+    def _process(self, batch: list[events.CoordinatorEvent], at_us: int, at_ns: int) -> None:
         """Decide, record and perform; and again for peers that prove unreachable by that."""
         while True:
             state, effects = self._decide(batch, at_ns)
-            if effects and not (yield from self._commit()):
+            if effects and not self._commit():
                 return
             changed, self.state = state is not self.state, state
             for effect in effects:
@@ -418,7 +313,7 @@ class BusLoop:
                 events.PeerLost(at_us=at_us, at_ns=at_ns, peer=peer, reason="unreachable") for peer in self._unreachable
             ]
             self._unreachable.clear()
-        if self._flush_due(at_us) and not (yield from self._commit()):
+        if self._flush_due(at_us) and not self._commit():
             return
         if not self._log.pending:  # so what the acks are for is written
             self._send_acks()
@@ -449,26 +344,24 @@ class BusLoop:
             self._flush_us = at_us + (0 if self.closed else FLUSH_US)
         return self._log.pending >= FLUSH_RECORDS or (self._flush_us is not None and at_us >= self._flush_us)
 
-    def _commit(self) -> Generator[None, None, bool]:
+    def _commit(self) -> bool:
         """Write the group. Returns False if that fails, and then the bus has stopped (rule 3)."""
-        try:
-            # The first group of a life goes to the disk too.
-            if self._config.durability == "disk" or self.closed or not self._committed_at_once():
-                yield
-        except LogError as error:
-            self.stop(error)
-        finally:
-            self._flush_us = None
-        return self.fault is None  # `watch` may have found that it took too long
-
-    def _committed_at_once(self) -> bool:
-        """Commit in the loop, unless another program keeps the file locked at this moment."""
+        self._flush_us = None
         try:
             with self.held_up.lent():
-                self._log.commit(wait=False)
-        except LogLocked:
-            return False
-        return True
+                self._write_group()
+        except LogError as error:
+            self.stop(error)
+        return self.fault is None  # `watch` may have found that it took too long
+
+    def _write_group(self) -> None:
+        """Commit, again and again while another program keeps the file locked (rule 4)."""
+        while True:
+            try:
+                return self._log.commit()
+            except LogLocked:
+                if self.fault is not None or self.clock.too_long:
+                    raise
 
     def stop(self, error: Exception) -> None:
         """End this life of the bus for good, for an error that nothing else has dealt with (rule 3)."""

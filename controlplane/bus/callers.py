@@ -22,6 +22,7 @@ from controlplane.machine.events import (
     Issued,
     Refuse,
     RetireRequested,
+    SamplesCounted,
     SendFailed,
     SendReturned,
     SyncRequested,
@@ -60,7 +61,7 @@ _REFUSALS: Final = {
     "retire": CommandError,
 }
 
-Request = Issued | SyncRequested | RetireRequested | SendFailed | SendReturned
+Request = Issued | SyncRequested | RetireRequested | SendFailed | SendReturned | SamplesCounted
 _request_decoder: Decoder[Request] = Decoder(Request)
 
 
@@ -142,9 +143,9 @@ class Callers:
 
     An operator's sync becomes an order once a thread has looked at its checkpoint: the bus does not wait for it.
 
-    `new_ticket`, `add`, `note_sent`, `withdraw` and `expire` may be called from any thread, everything else in the loop
-    of the bus. An order is taken by a turn or withdrawn by another thread, never both: so a caller that gets an error
-    knows whether anything was sent.
+    `new_ticket`, `add`, `note_sent`, `note_samples`, `withdraw` and `expire` may be called from any thread, everything
+    else in the loop of the bus. An order is taken by a turn or withdrawn by another thread, never both: so a caller
+    that gets an error knows whether anything was sent.
 
     Args:
         limit: Tickets that may be open at once.
@@ -165,12 +166,7 @@ class Callers:
         self._advice: dict[int, str] = {}  # by ticket: what its caller should know if it is refused or stale
 
     def new_ticket(self, timeout_us: int = FOREVER_US, *, ordered: bool = True) -> Ticket[Any]:
-        """Return a ticket with a number of its own.
-
-        Args:
-            timeout_us: Longest time that its request takes.
-            ordered: It is for an order. Others have negative numbers, and are not in the log.
-        """
+        """Return a ticket with a number of its own: negative, and not in the log, unless it is for an order."""
         number = next(self._numbers)
         ticket: Ticket[Any] = Ticket(number if ordered else -number)
         ticket.timeout_us = timeout_us
@@ -216,6 +212,10 @@ class Callers:
             self._queue(SendReturned(at_us=0, at_ns=0, ticket=ticket.number))
         else:
             self._queue(SendFailed(at_us=0, at_ns=0, ticket=ticket.number, reason=failure[:REASON_MAX]))
+
+    def note_samples(self, counted: Request) -> None:
+        """Queue what the trainer has judged, for the log."""
+        self._queue(counted)
 
     def withdraw(self, error: BusError, *tickets: Ticket[Any]) -> None:
         """Fail tickets that were added when the bus had already closed, unless a turn has their order all the same."""
@@ -269,12 +269,7 @@ class Callers:
         return None
 
     async def build_manifests(self, root: Path, begin: Callable[[], None]) -> None:
-        """Look at each checkpoint that an operator asks for, until cancelled.
-
-        Args:
-            root: What their paths are relative to.
-            begin: Begins a turn, with the order for the sync.
-        """
+        """Look at each checkpoint that an operator asks for, until cancelled."""
         while True:
             self._asked = anyio.Event()
             while self._pending_syncs:
@@ -296,14 +291,7 @@ class Callers:
         return bool(self._orders)
 
     def take_orders(self, at_us: int, at_ns: int, agents: int) -> list[CoordinatorEvent]:
-        """Return the oldest orders as events of this moment.
-
-        Args:
-            at_us: This moment on the clock of the bus.
-            at_ns: The same moment on the wall clock.
-            agents: In the fleet. For many of them only a few orders are taken: the others get turns of their own, and
-                what arrives comes in between.
-        """
+        """Return the oldest orders as events of this moment: a few for many agents, since others wait for a turn."""
         if not self._orders:
             return []
         with self._taking:
@@ -337,12 +325,7 @@ class Callers:
             ticket.fail(error)
 
     def fail_all(self, error: BusError, *, operators: bool = True) -> None:
-        """Drop the queued orders and fail every ticket.
-
-        Args:
-            error: What each of them raises.
-            operators: Also answer those, in the loop of the bus. Without them it may be called from any thread.
-        """
+        """Drop the queued orders and fail every ticket. Without `operators`, it may be called from any thread."""
         with self._taking:
             queued = {order.ticket for order in self._orders if not isinstance(order, SendFailed | SendReturned)}
             self._orders.clear()

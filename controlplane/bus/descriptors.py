@@ -38,11 +38,7 @@ def limit_and_left() -> tuple[int, int]:
 
 
 class Descriptors:
-    """Checks now and then how many are left.
-
-    Attributes:
-        warning: For people; '' while enough are left.
-    """
+    """Checks now and then how many are left."""
 
     def __init__(self) -> None:
         self.warning = ""

@@ -1,8 +1,7 @@
 """What operators are told while the log holds up a turn of the bus: the status as of the turn before, or that it hangs.
 
-Theory of operation. A commit may keep the loop of the bus, or let it go on without turns. In the first case another
-thread, which looks now and then, takes the place of the loop at its sockets; in the second the loop answers itself.
-What agents send is kept for the turns to come.
+Theory of operation. A commit keeps the loop of the bus. So another thread, which looks now and then, takes the place of
+the loop at its sockets. What agents send is kept for the turns to come.
 
 Rule 1  The lock belongs to the loop at all times but during a commit (`lent`). Only its holder touches the sockets.
 """
@@ -11,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Final
 
 from msgspec.structs import replace
@@ -29,20 +27,9 @@ LOOK_S: Final = 0.05
 KEPT_BYTES_MAX: Final = 64 * 1024 * 1024
 """Messages that another thread reads and keeps for the loop."""
 
-Send = Callable[[list[bytes]], object]
-
 
 class HeldUp:
-    """Answers operators while a turn is held up.
-
-    Args:
-        clock: Says whether one is.
-        arrived: Messages that wait for a turn.
-        router: Returns the socket that they come from.
-        status: Makes the status.
-        framed: Puts an answer behind the connection that it is for.
-        callers: Have the operators whose commands a turn has taken.
-    """
+    """Answers operators while a turn is held up."""
 
     def __init__(
         self,
@@ -75,25 +62,25 @@ class HeldUp:
                 self._touched = False
                 self._router().recheck()
 
-    def look(self) -> bool:
-        """Answer in place of the loop, in another thread. Returns False if the loop has to call `answer` itself."""
-        if not self._clock.hold_up:
-            return True
-        if not self._lock.acquire(blocking=False):
-            return False
+    def look(self) -> None:
+        """Answer in place of the loop, in another thread."""
+        if not self._clock.hold_up or not self._lock.acquire(blocking=False):
+            return
         try:
             self._touched, router = True, self._router()
             if self._admit is not None:
                 self._admit()
-            self._answer(router.send_elsewhere)
-            kept = sum(len(frames[-1]) for frames in self._arrived)
-            while kept < KEPT_BYTES_MAX and (frames := router.take_elsewhere()) is not None:
-                if not self._is_answered(frames, router.send_elsewhere):
+            kept = [frames for frames in self._arrived if not self._is_answered(frames)]
+            self._arrived.clear()
+            self._arrived.extend(kept)
+            self._callers.expire(self._clock.expired_us, BusFaulted(self._clock.hold_up), self._reply)
+            nbytes = sum(len(frames[-1]) for frames in kept)
+            while nbytes < KEPT_BYTES_MAX and (frames := router.take_elsewhere()) is not None:
+                if not self._is_answered(frames):
                     self._arrived.append(frames)
-                    kept += len(frames[-1])
+                    nbytes += len(frames[-1])
         finally:
             self._lock.release()
-        return True
 
     def status(self) -> FleetStatus | None:
         """Return the fleet as of the last turn while a commit keeps the loop; else None. In any thread."""
@@ -104,31 +91,16 @@ class HeldUp:
         finally:
             self._lock.release()
 
-    def answer(self) -> None:
-        """Answer those whose requests are kept, in the loop, if it goes on without turns."""
-        if self._clock.hold_up:
-            self._answer(self._router().send_nowait)
-
-    def takes(self, frames: list[bytes]) -> bool:
-        """Answer this message, in the loop, if a turn is held up and it is an operator's."""
-        return bool(self._clock.hold_up) and self._is_answered(frames, self._router().send_nowait)
-
-    def _answer(self, send: Send) -> None:
-        kept = [frames for frames in self._arrived if not self._is_answered(frames, send)]
-        self._arrived.clear()
-        self._arrived.extend(kept)
-        self._callers.expire(self._clock.expired_us, BusFaulted(self._clock.hold_up), partial(self._reply, send))
-
-    def _is_answered(self, frames: list[bytes], send: Send) -> bool:
+    def _is_answered(self, frames: list[bytes]) -> bool:
         if (asked := self._inbox.operator_request(frames)) is None:
             return False
         connection, request, is_observer = asked
         if isinstance(request, wire.StatusRequest):
-            self._reply(send, connection, replace(self._status(), read_only=is_observer))
+            self._reply(connection, replace(self._status(), read_only=is_observer))
         else:
-            self._reply(send, connection, wire.RequestRejected(reason=f"{self._clock.hold_up}. {NOTHING_SENT}"))
+            self._reply(connection, wire.RequestRejected(reason=f"{self._clock.hold_up}. {NOTHING_SENT}"))
         return True
 
-    def _reply(self, send: Send, connection: bytes, reply: wire.Reply) -> None:
+    def _reply(self, connection: bytes, reply: wire.Reply) -> None:
         for body in wire.encode_reply(reply):
-            send(self._framed(connection, body))
+            self._router().send_elsewhere(self._framed(connection, body))

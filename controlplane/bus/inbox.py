@@ -60,17 +60,14 @@ class Inbox:
         grant_of: Returns what a key may do, or why it may do nothing. Each message then begins with its sender's key.
 
     Attributes:
-        events: For the coordinator, in order.
         acks: For agents whose decisions were recorded; to be sent once they are committed.
         requests: Of operators and observers, with the connections to answer, and whether an observer's key was used.
         refused: Connections without a hello whose message can't be read or is out of bounds, with the reason.
         unregistered: Connections that sent something without a hello; to be told to say it.
         denied: Connections whose key does not allow what they sent, with what to tell them.
         time_replies: For agents that asked for the time; to be completed and sent at once.
-        last_heard_us: When each agent last sent a message, on the bus's clock.
         operators_only: Messages of agents are ignored from now on.
         keys_changed: Set it when `grant_of` may answer differently from now on.
-        malformed: Messages that could not be read.
     """
 
     def __init__(self, log: RunLog, grant_of: GrantOf | None = None) -> None:

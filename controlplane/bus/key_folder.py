@@ -50,7 +50,6 @@ class AllowedKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         public: Its public half. Two while it is being replaced, the new one first.
-        role: What it may do.
         places: Agents that it may be; empty for any.
     """
 
@@ -61,12 +60,7 @@ class AllowedKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class AccessList(NamedTuple):
-    """Accepted and revoked keys, by public key.
-
-    Attributes:
-        grants: What each key may do.
-        revoked: Names of keys that were revoked.
-    """
+    """Accepted and revoked keys, by public key."""
 
     grants: dict[str, Grant]
     revoked: dict[str, str]

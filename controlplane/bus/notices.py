@@ -17,11 +17,7 @@ PERIOD_US: Final = 60_000_000
 
 
 class LineLimit:
-    """Says whether one more line may be logged.
-
-    Attributes:
-        left_out: Lines that were not, since the last that was.
-    """
+    """Says whether one more line may be logged."""
 
     def __init__(self) -> None:
         self._logged_us: deque[int] = deque(maxlen=LINES)

@@ -47,15 +47,7 @@ async def submit(
     *,
     force: bool = False,
 ) -> Report:
-    """Publish a command on a running bus, and return its report.
-
-    Args:
-        bus: Its address.
-        command: What to publish.
-        target: Which replicas it is for.
-        timeout_s: How long agents may take to answer.
-        keys: This operator's keys.
-        force: A start of a profiling session may take over the trainer's.
+    """Publish a command on a running bus, and return its report. A start with `force` takes over the trainer's session.
 
     Raises:
         BusUnreachable: No reply. The command may have been published.
@@ -78,15 +70,7 @@ async def sync(
     keys: KeySource | None = None,
     adapter: AdapterRequest | None = None,
 ) -> SyncReport:
-    """Bring the fleet to a checkpoint or to a version of an adapter, and return the report of the sync.
-
-    Args:
-        bus: Its address.
-        path: Of its directory, below the checkpoint root of the bus.
-        version: None for the next of the run.
-        timeout_s: For each phase.
-        keys: This operator's keys.
-        adapter: The LoRA adapter that it is a version of; None for base weights.
+    """Bring the fleet to a checkpoint or a version of an adapter; return the report. The timeout is for each phase.
 
     Raises:
         BusUnreachable, KeyRefused, BusAddressError, ConfigError: As for `submit`.

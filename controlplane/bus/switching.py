@@ -15,11 +15,7 @@ _before_s = 0.0  # of the process, while one or more shorten it
 
 
 class SwitchInterval:
-    """What one bus wants of the process's switch interval.
-
-    Args:
-        interval_us: While commands are open; None to leave it alone.
-    """
+    """What one bus wants of the process's switch interval while commands are open; None to leave it alone."""
 
     def __init__(self, interval_us: int | None) -> None:
         self._interval_s = interval_us / 1_000_000 if interval_us is not None else None

@@ -58,8 +58,7 @@ class BusThread:
     def start(self) -> Bus:
         """Start the thread, and return the bus once it is open. Raises what opening raises.
 
-        Raises:
-            LogError: It takes too long. A bus that opens later closes at once.
+        Raises LogError if it takes too long: a bus that opens later closes at once.
         """
         atexit.register(self._end_with_the_process)
         self._thread.start()

@@ -24,13 +24,7 @@ SAY_AGAIN_US: Final = 10_000_000
 
 
 class TurnClock:
-    """The time of the turn under way. All but `begin` and `end` may be called from any thread.
-
-    Args:
-        log: File of the run's log.
-        config: Its lease is the longest time that a turn may take.
-        now_us: The bus's clock.
-    """
+    """The time of the turn under way, a lease at most. All but `begin` and `end` may be called from any thread."""
 
     def __init__(self, log: Path, config: BusConfig, now_us: Callable[[], int]) -> None:
         self._log, self._now_us = log, now_us
@@ -85,12 +79,7 @@ class TurnClock:
             raise BusFaulted(f"nothing is known about the fleet: {self.hold_up}")
 
     def watch(self, callers: Callers, fault: Callable[[Exception], BusFaulted]) -> None:
-        """End what must end in time. Called now and then by a thread of its own.
-
-        Args:
-            callers: Who waits for the bus.
-            fault: Ends its life.
-        """
+        """End what must end in time. Called now and then by a thread of its own."""
         hold_up, took_us = self.hold_up, self._took_us
         if not hold_up:
             if self._said_us:

@@ -83,9 +83,6 @@ def cli() -> None:
 def run(words: Sequence[str] | None = None) -> int:
     """Run one command line, by default that of this process.
 
-    Args:
-        words: What follows the name of the program.
-
     Returns:
         The exit code.
     """

@@ -1,22 +1,20 @@
 """`rolloutctl agent`: runs one agent beside one node of a replica until it is stopped."""
 
 import signal
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import click
-from anyio import CancelScope
 from click.core import ParameterSource
 from msgspec.structs import replace
 
+from controlplane.cli import interrupt
 from controlplane.cli.command_line import Command, api_key_file, metrics_port
 from controlplane.cli.config_file import config_text, read_config_file, require_trusted
-from controlplane.cli.interrupt import end_soon
 from schemas.commands import ProfilePlan
 from schemas.config import TIMEOUT_MAX_S, AgentConfig, milliseconds
-from schemas.errors import ConfigError, RolloutctlError
+from schemas.errors import ConfigError
 from schemas.identity import GPUS_PER_NODE_MAX, NODES_MAX, REPLICAS_MAX, Identity, RolloutMode
 from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig, read_config
@@ -88,17 +86,8 @@ RARE = frozenset(
     callback=read_config_file,
     help="File with options (TOML). The command line and the environment come before it.",
 )
-@click.option(
-    "--print-config",
-    is_flag=True,
-    help="Print such a file with all options as they are now, and exit.",
-)
-@click.option(
-    "--bus",
-    envvar="ROLLOUTCTL_BUS",
-    required=True,
-    help="Address of the trainer's bus, tcp://HOST:PORT.",
-)
+@click.option("--print-config", is_flag=True, help="Print such a file with all options as they are now, and exit.")
+@click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help="Address of the trainer's bus, tcp://HOST:PORT.")
 @click.option("--key", "keys", type=_PATH, envvar="ROLLOUTCTL_KEY_FILE", help="File with this agent's key.")
 @click.option(
     "--replica",
@@ -112,7 +101,6 @@ RARE = frozenset(
     metavar="N",
     type=click.IntRange(0, NODES_MAX - 1),
     default=0,
-    show_default=True,
     help="Index of this node in its replica.",
 )
 @click.option(
@@ -120,7 +108,6 @@ RARE = frozenset(
     metavar="N",
     type=click.IntRange(1, NODES_MAX),
     default=1,
-    show_default=True,
     help="Number of nodes of the replica.",
 )
 @click.option(
@@ -128,14 +115,12 @@ RARE = frozenset(
     metavar="N",
     type=click.IntRange(1, GPUS_PER_NODE_MAX),
     default=1,
-    show_default=True,
     help="GPUs of the replica on each node.",
 )
 @click.option(
     "--mode",
     type=click.Choice(MODES),
     default="hybrid",
-    show_default=True,
     help="hybrid: shares its GPUs with the trainer; standalone: has its own; colocated: is never synced, as a judge.",
 )
 @click.option("--observe", is_flag=True, help="Only observe an engine that another program commands; change nothing.")
@@ -144,10 +129,7 @@ RARE = frozenset(
     required=True,
     help="tiny, sglang, vllm, an installed backend's name, or MODULE:CLASS of one.",
 )
-@click.option(
-    "--url",
-    help="Address of this node's engine server, http://HOST:PORT; with --observe, also ipc://PATH of a tiny engine.",
-)
+@click.option("--url", help="Address of this node's engine server, http://HOST:PORT.")
 @api_key_file
 @click.option("--launch", is_flag=True, help="Start, restart and stop the server whose command follows `--`.")
 @click.option("--dist-init", help="With --launch: HOST:PORT at which the servers of a multi-node replica meet.")
@@ -156,13 +138,12 @@ RARE = frozenset(
     "--up-within",
     type=click.FloatRange(1, TIMEOUT_MAX_S),
     default=1800.0,
-    show_default=True,
     help="Seconds that a launched server may take to start.",
 )
 @click.option("--router", help="SGLang router in which the server is registered while the replica may serve.")
 @click.option("--worker-url", help="With --router: address of the server for the router.  [default: --url]")
 @click.option("--serve", help="tiny: address for its clients, e.g. ipc:///tmp/engine-0.")
-@click.option("--seed", default=0, show_default=True, help="tiny: seed of its initial weights.")
+@click.option("--seed", default=0, help="tiny: seed of its initial weights.")
 @click.option("--checkpoints", type=_PATH, default=".", help="Root of the paths in weight syncs.")
 @click.option("--traces", type=_PATH, help="Folder for traces.  [default: traces]")
 @click.option("--finish-hook", help="Command that /bin/sh runs after the last profiled step, e.g. an upload.")
@@ -180,21 +161,18 @@ RARE = frozenset(
     "--on-lost-bus",
     type=click.Choice(["serve", "pause"]),
     default="serve",
-    show_default=True,
     help="What the engine does while the bus is out of reach for longer than the lease.",
 )
 @click.option(
     "--memory",
     type=click.Choice(["agent", "trainer"]),
     default="agent",
-    show_default=True,
     help="Who releases the engine's memory: the agent, on command, or the trainer's own data plane.",
 )
 @click.option(
     "--wedged-after",
     type=click.IntRange(1, TIMEOUT_MAX_S),
     default=AgentConfig().wedged_after_s,
-    show_default=True,
     help="Seconds without a token, with requests running, after which the replica is not ready.",
 )
 @click.option(
@@ -260,11 +238,7 @@ def agent(
         config=config,
         keys=keys,
     )
-    uvloop = find_spec("uvloop") is not None
-    metrics = options["metrics_port"]
-    interrupted = anyio.run(_serve, node, bus, router, metrics, backend_options={"use_uvloop": uvloop})
-    if interrupted:
-        raise click.Abort
+    interrupt.run(_serve, node, bus, router, options["metrics_port"], ends=(signal.SIGTERM,))
 
 
 def _identity(options: dict[str, Any], gpus_per_node: int, mode: RolloutMode) -> Identity:
@@ -275,26 +249,14 @@ def _identity(options: dict[str, Any], gpus_per_node: int, mode: RolloutMode) ->
         raise ConfigError(str(error)) from None
 
 
-async def _serve(node: Agent, bus: str, router: "RouterRegistration | None", metrics: str | None) -> bool:
-    """Return whether Ctrl-C ended it."""
-    signals: list[signal.Signals] = []
-    failure: RolloutctlError | None = None
-    async with anyio.create_task_group() as tasks:
-        await tasks.start(_end_on_signal, tasks.cancel_scope, signals)
-        try:
-            async with node as running:
-                logger.info("agent %s is up and connects to %s", node.identity.agent, bus)
-                if router is not None:
-                    tasks.start_soon(router.follow, running)
-                if metrics is not None:
-                    _serve_metrics(running, metrics)
-                await running.run()
-        except RolloutctlError as error:  # raised below: the task group would wrap it
-            failure = error
-            tasks.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
-    return signal.SIGINT in signals
+async def _serve(node: Agent, bus: str, router: "RouterRegistration | None", metrics: str | None) -> None:
+    async with node as running, anyio.create_task_group() as tasks:
+        logger.info("agent %s is up and connects to %s", node.identity.agent, bus)
+        if router is not None:
+            tasks.start_soon(router.follow, running)
+        if metrics is not None:
+            _serve_metrics(running, metrics)
+        await running.run()
 
 
 def _serve_metrics(node: Agent, address: str) -> None:
@@ -304,19 +266,6 @@ def _serve_metrics(node: Agent, address: str) -> None:
 
     served, _ = serve_metrics(AgentCollector(node), address)
     logger.info("agent %s: metrics at %s", node.identity.agent, served)
-
-
-async def _end_on_signal(
-    scope: CancelScope, seen: list[signal.Signals], *, task_status: anyio.abc.TaskStatus[None]
-) -> None:
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        task_status.started()
-        async for received in signals:
-            seen.append(received)
-            logger.info("%s: shutting down", received.name)
-            if received is signal.SIGINT:
-                end_soon()
-            scope.cancel()
 
 
 def _profiler(options: dict[str, Any]) -> ProfilerConfig:

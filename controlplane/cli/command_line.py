@@ -96,6 +96,7 @@ class Command(click.Command):
         rare: Collection[str] = (),
         **settings: Any,
     ) -> None:
+        settings["context_settings"] = {"show_default": True, **settings.get("context_settings", {})}
         super().__init__(*args, **settings)
         self.params += _log_options(hidden=True)
         self._sections, self._rare = sections or {}, rare

@@ -32,19 +32,18 @@ COLOURS = {"passed": "green", "failed": "red", "not offered": "yellow"}
 @click.option("--engine", "name", required=True, help="Name of a backend, as for `agent`, or MODULE:CLASS.")
 @click.option("--url", help="Address of the engine's server.")
 @api_key_file
-@click.option("--checkpoints", type=_FOLDER, default=".", help="Root of the checkpoints.  [default: .]")
+@click.option("--checkpoints", type=_FOLDER, default=".", help="Root of the checkpoints.")
 @click.option(
     "--load",
     "paths",
     multiple=True,
     help="A checkpoint of its model, relative to --checkpoints. Give two, with different weights.",
 )
-@click.option("--traces", type=_FOLDER, default="traces", show_default=True, help="Folder for traces.")
+@click.option("--traces", type=_FOLDER, default="traces", help="Folder for traces.")
 @click.option(
     "--up-within",
     type=click.FloatRange(0),
     default=10.0,
-    show_default=True,
     help="Seconds that the engine may take to be ready.",
 )
 @click.option(

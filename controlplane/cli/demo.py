@@ -46,8 +46,8 @@ EXIT_TIMEOUT_S: Final = 120.0
 
 @click.command(cls=Command, short_help="Train a small model on four agents, on this machine, and replay the log.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to make.  [default: a new one]")
-@click.option("--steps", type=click.IntRange(6, 1000), default=STEPS, show_default=True, help="Training steps.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the trainer.")
+@click.option("--steps", type=click.IntRange(6, 1000), default=STEPS, help="Training steps.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the trainer.")
 @click.option("--fault", type=click.Choice(["kill-agent"]), help="Kill one agent in the middle of the run.")
 @click.option(
     "--profiler",
@@ -158,11 +158,7 @@ def _environment() -> dict[str, str]:
 
 
 class Nodes:
-    """The agent processes of the demo, each started as `rolloutctl agent` on a command line.
-
-    Attributes:
-        engines: Address of each replica's engine.
-    """
+    """The agent processes of the demo, each started as `rolloutctl agent` on a command line."""
 
     def __init__(self, bus: str, out: Path) -> None:
         self._bus, self._out = bus, out

@@ -35,16 +35,7 @@ START_TIMEOUT_S = 120.0
 
 
 class Training:
-    """The training loop of the demo, as anyone would write it around a control plane.
-
-    Args:
-        plane: Entered.
-        rank: The trainer as a training rank, entered.
-        engines: Address of each replica's engine.
-        agents: Number of agents of the run, the trainer's own included.
-        checkpoints: Root of the checkpoints.
-        seed: Of the first weights and of the prompts.
-    """
+    """The training loop of the demo, as anyone would write it around a control plane."""
 
     def __init__(
         self,
@@ -65,11 +56,6 @@ class Training:
 
     def run(self, steps: int, screen: Screen, kill: Callable[[], None] | None) -> list[float]:
         """Train, sync the weights after each step, and prove by digest that every engine has them.
-
-        Args:
-            steps: Number of training steps.
-            screen: Shows the progress.
-            kill: Kills agent 1.0 and starts it again; called in the middle of the run.
 
         Returns:
             The mean reward of each step.

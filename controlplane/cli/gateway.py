@@ -8,8 +8,8 @@ from typing import Any
 import anyio
 import click
 
+from controlplane.cli import interrupt
 from controlplane.cli.command_line import RUN_HELP, Command, api_key_file, metrics_port, serve_bus_metrics
-from controlplane.cli.interrupt import end_soon
 from controlplane.plane import ControlPlane
 from schemas.config import TIMEOUT_MAX_S
 from schemas.errors import ConfigError, ExtraMissing
@@ -24,8 +24,8 @@ TOKEN_VARIABLE = "ROLLOUTCTL_GATEWAY_TOKEN"
     short_help="Answer a trainer's posts to its engines, by commands on the bus.",
     context_settings={"auto_envvar_prefix": "ROLLOUTCTL_GATEWAY"},
 )
-@click.option("--address", default="tcp://127.0.0.1:5555", show_default=True, help="Where agents connect.")
-@click.option("--log", type=_PATH, default="run.db", show_default=True, help="File of the run's log.")
+@click.option("--address", default="tcp://127.0.0.1:5555", help="Where agents connect.")
+@click.option("--log", type=_PATH, default="run.db", help="File of the run's log.")
 @click.option("--run", metavar="new|resume|ID", help=RUN_HELP)
 @click.option("--keys", type=_PATH, envvar="ROLLOUTCTL_KEYS", help="Folder of the bus's keys.")
 @click.option(
@@ -34,9 +34,7 @@ TOKEN_VARIABLE = "ROLLOUTCTL_GATEWAY_TOKEN"
 @click.option("--engine", multiple=True, metavar="URL", help="Server of replica 0; again for 1, 2 …")
 @api_key_file
 @click.option("--checkpoints", type=_PATH, default=".", help="Folder above all checkpoints that the trainer writes.")
-@click.option(
-    "--listen", default="127.0.0.1:8400", show_default=True, metavar="HOST:PORT", help="Where the trainer posts."
-)
+@click.option("--listen", default="127.0.0.1:8400", metavar="HOST:PORT", help="Where the trainer posts.")
 @click.option(
     "--ports", is_flag=True, help="Give each replica a port of its own, counting up from --listen, instead of a path."
 )
@@ -49,7 +47,6 @@ TOKEN_VARIABLE = "ROLLOUTCTL_GATEWAY_TOKEN"
     "--timeout",
     type=click.FloatRange(1, TIMEOUT_MAX_S),
     default=300.0,
-    show_default=True,
     help="Seconds for each of the three phases of an update.",
 )
 @metrics_port
@@ -94,22 +91,12 @@ def gateway(
         )
         if options["metrics_port"] is not None:
             serve_bus_metrics(plane, options["metrics_port"])
-        interrupted = anyio.run(_serve, served, plane.address)
-    if interrupted:
-        raise click.Abort
+        interrupt.run(_serve, served, plane.address, ends=(signal.SIGTERM,))
 
 
-async def _serve(served: Any, address: str) -> bool:
-    """Serve until a signal. Return whether it was Ctrl-C."""
+async def _serve(served: Any, address: str) -> None:
     async with anyio.create_task_group() as tasks:
-        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-            await tasks.start(served.serve)
-            click.echo(f"agents connect to {address}")
-            for replica, url in enumerate(served.base_urls()):
-                click.echo(f"replica {replica}: {url}")
-            async for received in signals:
-                if received is signal.SIGINT:
-                    end_soon()
-                tasks.cancel_scope.cancel()
-                return received is signal.SIGINT
-    return False
+        await tasks.start(served.serve)
+        click.echo(f"agents connect to {address}")
+        for replica, url in enumerate(served.base_urls()):
+            click.echo(f"replica {replica}: {url}")

@@ -11,14 +11,17 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from importlib.util import find_spec
 from types import FrameType
-from typing import Final, NoReturn, TypeVar
+from typing import Final, NoReturn, TypeVar, cast
 
 import anyio
 import psutil
 
+from schemas.logs import logger_of
+
+logger = logger_of("cli")
 T = TypeVar("T")
 
 GRACE_S: Final = 1.5
@@ -35,15 +38,12 @@ class Interrupted(KeyboardInterrupt):
     """
 
 
-_installed = threading.Event()
 _pending = threading.Event()
-_before_end: list[Callable[[], None]] = []
 
 
 def install() -> None:
     """Handle SIGINT so from now on. Only in the main thread."""
     signal.signal(signal.SIGINT, _interrupt)
-    _installed.set()
 
 
 def end_soon(code: int = CODE) -> None:
@@ -54,12 +54,6 @@ def end_soon(code: int = CODE) -> None:
     timer = threading.Timer(GRACE_S, _end, [code])
     timer.daemon = True
     timer.start()
-
-
-def leave_soon(code: int) -> None:
-    """End the process with this code after the grace time, unless it is a user's program that calls a command."""
-    if _installed.is_set():
-        end_soon(code)
 
 
 def leave_if_asked(code: int) -> None:
@@ -75,48 +69,61 @@ def leave_if_asked(code: int) -> None:
         os._exit(code)
 
 
-@contextlib.contextmanager
-def before_end(restore: Callable[[], None]) -> Iterator[None]:
-    """Have `restore` called if the process is ended within the block without waiting for it."""
-    _before_end.append(restore)
-    try:
-        yield
-    finally:
-        _before_end.remove(restore)
+def run(function: Callable[..., Awaitable[T]], *arguments: object, ends: tuple[signal.Signals, ...] = ()) -> T:
+    """Run an async function to its end, and return its result. An interrupt cancels it.
 
+    A program that calls a command from its own code keeps its own handling of Ctrl-C. Raises KeyboardInterrupt then.
 
-def run(function: Callable[..., Awaitable[T]], *arguments: object) -> T:
-    """Run an async function to its end. An interrupt cancels it. Raises KeyboardInterrupt then.
-
-    A program that calls a command from its own code keeps its own handling of signals.
+    Args:
+        function: What to run.
+        arguments: Its arguments.
+        ends: Other signals that cancel it: those of a service, which then has no result.
     """
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is _interrupt
+    main_thread = threading.current_thread() is threading.main_thread()
+    ours = main_thread and (bool(ends) or signal.getsignal(signal.SIGINT) is _interrupt)
 
     async def main() -> T:
         outcome: list[T] = []
         failure: Exception | None = None
+        received: list[signal.Signals] = []
         async with anyio.create_task_group() as tasks:
             if ours:
-                await tasks.start(_cancel_on_interrupt, tasks.cancel_scope)
+                await tasks.start(_cancel_on_signal, tasks.cancel_scope, (signal.SIGINT, *ends), received)
             try:
                 outcome.append(await function(*arguments))
             except Exception as error:  # raised below: the task group would wrap it
-                failure = error
+                failure = _alone(error)
             tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure
-        if not outcome:
+        if signal.SIGINT in received:
             raise Interrupted
-        return outcome[0]
+        return outcome[0] if outcome else cast(T, None)  # of a service, which returns nothing
 
     return anyio.run(main, backend_options={"use_uvloop": find_spec("uvloop") is not None})
 
 
-async def _cancel_on_interrupt(scope: anyio.CancelScope, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-    with anyio.open_signal_receiver(signal.SIGINT) as signals:
+def _alone(error: Exception) -> Exception:
+    """The error in a group of one, which a task group makes of it."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+async def _cancel_on_signal(
+    scope: anyio.CancelScope,
+    awaited: tuple[signal.Signals, ...],
+    received: list[signal.Signals],
+    *,
+    task_status: anyio.abc.TaskStatus[None],
+) -> None:
+    with anyio.open_signal_receiver(*awaited) as signals:
         task_status.started()
-        async for _ in signals:
-            end_soon()
+        async for number in signals:
+            received.append(number)
+            logger.info("%s: shutting down", number.name)
+            if number is signal.SIGINT:
+                end_soon()
             scope.cancel()
 
 
@@ -126,9 +133,6 @@ def _interrupt(_: int, __: FrameType | None) -> NoReturn:
 
 
 def _end(code: int) -> NoReturn:
-    for restore in tuple(_before_end):
-        with contextlib.suppress(Exception):
-            restore()
     with contextlib.suppress(Exception):
         sys.stderr.write("rolloutctl: ended without waiting for what was under way\n")
         sys.stderr.flush()

@@ -50,9 +50,7 @@ def check_journal_logic(path: Path) -> None:
 def walk_journal(path: Path, start: int = 1) -> Iterator[LogEntry | AgentMark]:
     """Yield the decisions from number `start` on, and the marks, even while the agent writes them.
 
-    Raises:
-        LogError: The file can't be read.
-        LogCorrupt: At the first damaged record, after all those before it.
+    Raises LogError or LogCorrupt.
     """
     with RecordReader.open(path) as reader:
         marks = deque(reader.mark_positions())

@@ -18,7 +18,6 @@ _folder = click.option(
     envvar="ROLLOUTCTL_KEYS",
     type=click.Path(file_okay=False, path_type=Path),
     default="keys",
-    show_default=True,
     callback=lambda _, __, path: KeyFolder(path),
     help="Folder of the bus's keys, on the trainer's machine.",
 )
@@ -45,7 +44,6 @@ def keys() -> None:
     "--role",
     type=click.Choice(["agent", "operator", "observer"]),
     default="agent",
-    show_default=True,
     help="What the key may do.",
 )
 @click.option("--place", "places", multiple=True, metavar="P", help="Agents that it may be: 0, 0.1, actor or actor.3.")

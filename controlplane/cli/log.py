@@ -15,11 +15,9 @@ from controlplane.cli.command_line import Group, note_problem
 from controlplane.cli.journals import agent_of_journal, is_journal, walk_journal
 from controlplane.cli.replay_log import replay_file
 from controlplane.cli.retention import archive, prune
-from controlplane.machine.coordinator import LOGIC
 from controlplane.record.entries import LogEntry, LogItem, LogMark
 from controlplane.record.follow import follow
 from controlplane.record.log import RunLog
-from controlplane.record.marks import MarkChecker
 from schemas.errors import LogCorrupt, ReplayDiffers
 from schemas.formatting import format_list, json_text, one_line, printable
 from schemas.identity import NUMBER_MAX
@@ -85,12 +83,11 @@ def verify_command(file: Path, as_json: bool) -> None:
     """Check every record, and the invariants that hold in every run. The exit code is 1 if something is wrong."""
     if is_journal(file):
         what, names = f"journal of agent {agent_of_journal(file)}", {"agent": agent_of_journal(file)}
-        reading = _Reading(walk_journal(file), LOGIC)
+        reading = _Reading(walk_journal(file))
     else:
-        header = RunLog.header(file)
-        what, names = f"run {header.run}", {"run": header.run}
-        reading = _Reading(RunLog.walk(file), header.logic)
-    found = list(verify(reading.entries()))
+        run = RunLog.header(file).run
+        what, names, reading = f"run {run}", {"run": run}, _Reading(RunLog.walk(file))
+    found = list(verify(reading))
     damage = "; ".join(reading.damage) or None
     if found or damage is not None:
         note_problem()
@@ -103,47 +100,25 @@ def verify_command(file: Path, as_json: bool) -> None:
         if damage is not None:
             click.echo(one_line(f"damaged: {damage}"))
         violations = f"{len(found)} violations" if found else "no violations"
-        marks = f", {reading.marks.compared} marks compared" if reading.marks.compared else ""
-        click.echo(one_line(f"{what}: {reading.records} decisions read{marks}, {violations}"))
+        click.echo(one_line(f"{what}: {reading.records} decisions read, {violations}"))
 
 
 class _Reading:
-    """One pass over a log: its records for the invariants, and its marks compared with them.
+    """One pass over a log, up to the first record that is damaged; `damage` is what is wrong with the file."""
 
-    Attributes:
-        records: How many were read.
-        damage: What is wrong with the file and with its marks.
-    """
-
-    def __init__(self, items: Iterator[LogItem], logic: int) -> None:
+    def __init__(self, items: Iterator[LogItem]) -> None:
         self.records, self.damage = 0, list[str]()
-        self.marks = MarkChecker()
         self._items = items
-        self._comparable = logic == LOGIC
 
-    def entries(self) -> Iterator[LogItem]:
-        """Yield the records and marks up to the first record that is damaged."""
+    def __iter__(self) -> Iterator[LogItem]:
         try:
-            for entry in self._items:
-                if isinstance(entry, LogMark):
-                    self._check(entry)
-                elif isinstance(entry, LogEntry):
-                    self.records += 1
-                    if self._comparable:
-                        self.marks.feed(entry)
-                yield entry
+            for item in self._items:
+                self.records += isinstance(item, LogEntry)
+                if isinstance(item, LogMark) and item.damage:
+                    self.damage.append(item.damage)
+                yield item
         except LogCorrupt as error:
             self.damage.append(str(error))
-
-    def _check(self, mark: LogMark) -> None:
-        problem: str | None = mark.damage
-        if not problem and self._comparable and self.records == 0:
-            self._comparable = self.marks.begin(mark)
-        elif not problem and self._comparable:
-            problem = self.marks.difference(mark)
-        if problem:
-            self.damage.append(problem)
-            self._comparable = self._comparable and self.records > 0
 
 
 @log.command("replay", short_help="Make every decision again, and compare.")

@@ -6,13 +6,10 @@ from pathlib import Path
 import anyio
 import click
 
+from controlplane.cli import interrupt
 from controlplane.cli.command_line import RUN_HELP, Command, metrics_port, serve_bus_metrics
-from controlplane.cli.interrupt import end_soon
 from controlplane.plane import ControlPlane
 from schemas.config import TIMEOUT_MAX_S, BusConfig, ObservePolicy, milliseconds
-from schemas.logs import logger_of
-
-logger = logger_of("bus")
 
 _PATH = click.Path(path_type=Path)
 _SECONDS = click.FloatRange(0.001, TIMEOUT_MAX_S)
@@ -33,21 +30,18 @@ _DEFAULT = ObservePolicy()
     "--torn-after",
     type=_SECONDS,
     default=_DEFAULT.torn_ms / 1000,
-    show_default=True,
     help="Seconds for which replicas may serve different weights.",
 )
 @click.option(
     "--paused-after",
     type=_SECONDS,
     default=_DEFAULT.paused_ms / 1000,
-    show_default=True,
     help="Seconds for which a replica may stand paused.",
 )
 @click.option(
     "--profiling-after",
     type=_SECONDS,
     default=_DEFAULT.profiling_ms / 1000,
-    show_default=True,
     help="Seconds for which a profiling session may be open.",
 )
 @metrics_port
@@ -77,18 +71,9 @@ def observe(
     with plane:
         if metrics_port is not None:
             serve_bus_metrics(plane, metrics_port)
-        ended_by = anyio.run(_until_signal, f"observing at {plane.address}, into {log}")
-    if ended_by is signal.SIGINT:
-        raise click.Abort
+        interrupt.run(_say, f"observing at {plane.address}, into {log}", ends=(signal.SIGTERM,))
 
 
-async def _until_signal(text: str) -> signal.Signals:
-    """Print the text once signals are received, and return the first one."""
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        click.echo(text)
-        async for received in signals:
-            logger.info("%s: shutting down", received.name)
-            if received is signal.SIGINT:
-                end_soon()
-            return received
-    raise AssertionError("the receiver of signals never ends by itself")
+async def _say(text: str) -> None:
+    click.echo(text)
+    await anyio.sleep_forever()

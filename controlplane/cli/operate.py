@@ -40,7 +40,7 @@ _SECONDS = click.FloatRange(0.01, TIMEOUT_MAX_S)
 _STEP = click.IntRange(0, NUMBER_MAX)
 NO_AGENTS: Final = "no agent has joined this run: start one beside each node, with `rolloutctl agent --bus …`"
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-_wait = click.option("--timeout", type=_SECONDS, default=5.0, show_default=True, help="Seconds to wait for an answer.")
+_wait = click.option("--timeout", type=_SECONDS, default=5.0, help="Seconds to wait for an answer.")
 
 
 def _publishes(build: Callable[..., ProfileCommand | EngineCommand | AdapterDrop]) -> Callable[..., None]:
@@ -50,7 +50,7 @@ def _publishes(build: Callable[..., ProfileCommand | EngineCommand | AdapterDrop
     @keys_option
     @_json
     @click.option("--replicas", callback=read_numbers, metavar="N,N-N…", help="Only these, e.g. 0,2-5.  [default: all]")
-    @click.option("--timeout", type=_SECONDS, default=30.0, show_default=True, help="Seconds to wait for the answers.")
+    @click.option("--timeout", type=_SECONDS, default=30.0, help="Seconds to wait for the answers.")
     @wraps(build)
     def run(
         bus: str,
@@ -314,7 +314,6 @@ _tags = click.option(
     "--in-flight",
     type=click.Choice(["abort", "wait", "keep"]),
     default="abort",
-    show_default=True,
     help="What happens to running requests: abort them, wait for them, or keep them frozen.",
 )
 @_publishes
@@ -339,7 +338,7 @@ abort = _operation("abort", "Abort all running requests.")
 @click.option(
     "--version", type=click.IntRange(1, NUMBER_MAX), help="Version of the weights.  [default: the next of the run]"
 )
-@click.option("--timeout", type=_SECONDS, default=600.0, show_default=True, help="Seconds for each phase.")
+@click.option("--timeout", type=_SECONDS, default=600.0, help="Seconds for each phase.")
 @click.option("--adapter", metavar="NAME", help="PATH is a version of this LoRA adapter: nothing is paused.")
 @click.option("--keep", type=click.IntRange(1, 64), help="Versions of the adapter to hold.  [default: 2]")
 @click.argument("path")

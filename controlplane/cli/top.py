@@ -29,15 +29,12 @@ from schemas.transport.keys import KeySource
 
 TIMEOUT_S: Final = 30.0
 """For the agents' answers to a command, as for the commands of the command line."""
-_LEAVE_SCREEN: Final = "\x1b[?1049l\x1b[?25h"
 
 
 @click.command(cls=Command, short_help="Watch the fleet, and drive it by single keys.")
 @bus_option
 @keys_option
-@click.option(
-    "--every", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Seconds between two looks."
-)
+@click.option("--every", type=click.FloatRange(0.1, 3600), default=1.0, help="Seconds between two looks.")
 def top(bus: str, keys: KeySource | None, every: float) -> None:
     """Show the fleet of a running bus, live: agents in trouble first, open commands, and the last failures.
 
@@ -57,22 +54,14 @@ def _keys_at_once(terminal: int) -> Iterator[None]:
     """Take each key as it is pressed, and leave the terminal as it was, however this ends."""
     before = termios.tcgetattr(terminal)
 
-    def restore() -> None:
-        termios.tcsetattr(terminal, termios.TCSANOW, before)
-
-    def restore_all() -> None:
-        restore()
-        os.write(sys.stdout.fileno(), _LEAVE_SCREEN.encode())
-
     try:
-        with interrupt.before_end(restore_all):
-            tty.setcbreak(terminal)
-            changed = termios.tcgetattr(terminal)
-            changed[6][termios.VSUSP] = b"\0"  # stopped by Ctrl-Z, it would leave the shell its screen
-            termios.tcsetattr(terminal, termios.TCSANOW, changed)
-            yield
+        tty.setcbreak(terminal)
+        changed = termios.tcgetattr(terminal)
+        changed[6][termios.VSUSP] = b"\0"  # stopped by Ctrl-Z, it would leave the shell its screen
+        termios.tcsetattr(terminal, termios.TCSANOW, changed)
+        yield
     finally:
-        restore()
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 
 class _Top:
@@ -92,7 +81,6 @@ class _Top:
                 tasks.start_soon(self._watch)
                 tasks.start_soon(self._end_on_signal, tasks.cancel_scope)
                 await self._read_keys(tasks)
-                interrupt.leave_soon(self._code)
                 tasks.cancel_scope.cancel()
         return self._code
 
@@ -146,5 +134,4 @@ class _Top:
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGHUP) as signals:
             async for number in signals:
                 self._code = 128 + number
-                interrupt.leave_soon(self._code)
                 scope.cancel()

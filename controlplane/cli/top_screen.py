@@ -51,10 +51,8 @@ class TopView(Struct, frozen=True, kw_only=True):
         replica: The selected one; None for all.
         question: A command that waits to be confirmed.
         typed: Its profiling step, or the checkpoint of a sync, as typed.
-        message: How the newest command ended.
         trouble: Whether it ended badly.
         silent: Why the bus did not answer last time; empty if it did.
-        over: The operator wants to leave.
     """
 
     replica: int | None = None
@@ -218,7 +216,8 @@ def _selected_lines(fleet: FleetStatus, view: TopView, width: int) -> list[Text]
 
 
 def _adapter_lines(fleet: FleetStatus) -> list[Text]:
-    return _list([f"adapter {adapter.line}" for adapter in fleet.adapters], "cyan")
+    lines = [f"adapter {adapter.line}" for adapter in fleet.adapters]
+    return _list([*lines, *([fleet.samples.line] if fleet.samples is not None else [])], "cyan")
 
 
 def _open_lines(fleet: FleetStatus) -> list[Text]:

@@ -45,22 +45,12 @@ def keep_of(sync: Sync) -> int:
 
 
 def next_adapter_version(state: CoordinatorState, name: str) -> int:
-    """Return the next version of an adapter.
-
-    Args:
-        state: The run.
-        name: Of the adapter.
-    """
+    """Return the next version of an adapter."""
     return state.adapters.get(name, _NONE).requested + 1
 
 
 def refused_adapter(state: CoordinatorState, adapter: AdapterVersion) -> str:
-    """Return why a sync can't bring this version; empty if it can.
-
-    Args:
-        state: The run.
-        adapter: The version.
-    """
+    """Return why a sync can't bring this version; empty if it can."""
     known = state.adapters.get(adapter.name, _NONE)
     if any(sync.key and sync.request.source == Checkpoint(adapter.path) for sync in state.syncs.values()):
         return f"a sync of {adapter.path} as another adapter is in progress. Nothing was published"
@@ -97,12 +87,7 @@ def refused_adapter(state: CoordinatorState, adapter: AdapterVersion) -> str:
 
 
 def adapters_of_other_base(state: CoordinatorState, version: int) -> str:
-    """Return why base weights can't be replaced: adapters belong to them. Empty if none does.
-
-    Args:
-        state: The run.
-        version: Of the new base weights.
-    """
+    """Return why base weights can't be replaced: adapters belong to them. Empty if none does."""
     wanted = [used.adapter for known in state.adapters.values() for used in known.used if not used.dropped_seq]
     wanted += [adapter for sync in state.syncs.values() if (adapter := adapter_of(sync)) is not None]
     bound = [adapter for adapter in wanted if adapter.base not in (None, version)]
@@ -113,12 +98,7 @@ def adapters_of_other_base(state: CoordinatorState, version: int) -> str:
 
 
 def refused_drop(state: CoordinatorState, command: Command) -> str:
-    """Return why an adapter can't be dropped now; empty if it can, or if the command drops none.
-
-    Args:
-        state: The run.
-        command: Any command.
-    """
+    """Return why an adapter can't be dropped now; empty if it can, or if the command drops none."""
     if not isinstance(command, AdapterDrop):
         return ""
     if (sync := state.syncs.get(command.name)) is not None:
@@ -132,23 +112,13 @@ def refused_drop(state: CoordinatorState, command: Command) -> str:
 
 
 def with_requested(state: CoordinatorState, adapter: AdapterVersion) -> CoordinatorState:
-    """Return the run after a sync of this version was begun.
-
-    Args:
-        state: Before.
-        adapter: The version.
-    """
+    """Return the run after a sync of this version was begun."""
     known = state.adapters.get(adapter.name, _NONE)
     return _with(state, adapter.name, replace(known, requested=max(known.requested, adapter.version)))
 
 
 def with_loading(state: CoordinatorState, adapter: AdapterVersion) -> CoordinatorState:
-    """Return the run in which engines may have loaded this version from the next command on.
-
-    Args:
-        state: Before.
-        adapter: The version.
-    """
+    """Return the run in which engines may have loaded this version from the next command on."""
     known = state.adapters.get(adapter.name, _NONE)
     others = tuple(used for used in known.used if used.adapter != adapter)
     earlier = next((used for used in known.used if used.adapter == adapter), UsedAdapter(adapter))
@@ -161,10 +131,6 @@ def with_committed(state: CoordinatorState, adapter: AdapterVersion) -> Coordina
     """Return the run in which requests may name this version from the next command on, which commits it.
 
     Replicas that loaded it hold it, whatever they answer to the commit, and may unload an older one at once.
-
-    Args:
-        state: Before.
-        adapter: The version.
     """
     known = state.adapters.get(adapter.name, _NONE)
     used = (
@@ -177,10 +143,6 @@ def with_committed(state: CoordinatorState, adapter: AdapterVersion) -> Coordina
 def with_wanted(state: CoordinatorState, command: Command) -> CoordinatorState:
     """Return the run after the newest command: versions of an adapter that no replica should hold any more are dropped,
     and what was discarded proves nothing any more.
-
-    Args:
-        state: After it was published.
-        command: Any command.
     """
     match command:
         case EngineCommand(operation="sleep", discard=True):
@@ -206,12 +168,7 @@ def _without_unwanted(state: CoordinatorState, name: str) -> CoordinatorState:
 
 
 def in_a_new_life(adapters: Mapping[str, KnownAdapter], seq: int) -> Mapping[str, KnownAdapter]:
-    """Return the adapters when a life of the bus begins: syncs that its trainer left open have ended.
-
-    Args:
-        adapters: Before.
-        seq: Of the command that ends them.
-    """
+    """Return the adapters when a life of the bus begins: syncs that its trainer left open have ended."""
     return {
         name: replace(
             known,
@@ -295,10 +252,6 @@ def oldest_adapter(state: CoordinatorState, name: str) -> int:
     """Return the oldest version of an adapter whose files a replica may still read; 0 if none is needed.
 
     A replica that is away may still have versions that were dropped meanwhile.
-
-    Args:
-        state: The run.
-        name: Of the adapter.
     """
     used = state.adapters.get(name, _NONE).used
     return min((entry.adapter.version for entry in used if _may_be_read(state, entry)), default=0)

@@ -47,13 +47,7 @@ class Grant(Struct, frozen=True, kw_only=True):
 
 
 def refusal(grant: Grant, message: wire.Upward | wire.Operator, agent: str | None) -> str:
-    """Return why a key may not send a message; empty if it may.
-
-    Args:
-        grant: Of the sender's key.
-        message: What it sent.
-        agent: The agent that the sender is, or with a hello wants to be; None if it is none.
-    """
+    """Return why a key may not send a message; empty if it may."""
     if not isinstance(message, MAY_SEND[grant.role]):
         return f"key {grant.name} is for {_WHO[grant.role]}, and may not {_WHAT.get(type(message), _WHAT_AGENTS_DO)}"
     if grant.places and agent is not None and not any(covers(place, agent) for place in grant.places):

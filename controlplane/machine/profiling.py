@@ -49,13 +49,7 @@ def check_command(config: ProfilerConfig, step: int) -> ProfileCommand | None:
 
 
 def commands_before(config: ProfilerConfig, session: int | None, step: int) -> tuple[ProfileCommand, ...]:
-    """Return the commands before the work of `step`.
-
-    Args:
-        config: What is profiled.
-        session: First step of the session that is open, if any.
-        step: Global training step.
-    """
+    """Return the commands before the work of `step`."""
     selected = selected_steps(config)
     covered = range(session + 1, step + 1) if session is not None else ()
     if covered and all(_continues(config, selected, later) for later in covered):  # a jump may lead to another run
@@ -99,12 +93,7 @@ def collect_command(report: Report) -> tuple[ProfileCommand, Target] | None:
 
 
 def finish_command(config: ProfilerConfig, opened: Iterable[int]) -> ProfileCommand | None:
-    """Return the command that follows the last session; None if no plan wants anything done.
-
-    Args:
-        config: What was profiled.
-        opened: Sessions that this trainer opened. Those that an earlier trainer of the run opened are added.
-    """
+    """Return the command that follows the last session; None if no plan wants anything done."""
     opened_here = frozenset(opened)
     last = max(opened_here, default=-1)
     profiled = tuple(sorted(opened_here | {step for step in sessions(config) if step <= last}))

@@ -71,14 +71,7 @@ def shortfall(sync: Sync, conclusions: Conclusions) -> str:
 
 
 def may_leave_out(sync: Sync, outcomes: Iterable[AgentOutcome], down: frozenset[int], known: frozenset[int]) -> bool:
-    """Return whether the open phase may end now, if it waits only for replicas whose engines are `down`.
-
-    Args:
-        sync: Its phase is open.
-        outcomes: What is known of how the phase ended.
-        down: Replicas that it waits for.
-        known: Replicas of the run that the sync is for.
-    """
+    """Return whether the open phase may end now, if it waits only for replicas whose engines are `down`."""
     conclusions = primary_conclusions(outcomes, known)
     if sync.phase == "prepare":
         sync = replace(sync, members=_taking_part(conclusions) | (down & known))
@@ -123,14 +116,7 @@ def sync_report(
     known: frozenset[int],
     quarantined: frozenset[int],
 ) -> SyncReport:
-    """Return the report of a sync after its last phase. Only what was answered proves anything.
-
-    Args:
-        sync: After that phase.
-        status: How it ended.
-        known: Replicas of the run that the sync is for.
-        quarantined: Replicas that are in quarantine after this phase, as far as the bus knows.
-    """
+    """Return the report of a sync after its last phase. Only what was answered proves anything."""
     conclusions = primary_conclusions(sync.reports[-1].outcomes, known)
     committed = status == "committed"
     failed = _those(conclusions, lambda conclusion: isinstance(conclusion, Failed))

@@ -38,12 +38,7 @@ def stops_after(
 
 
 def stopped_replicas(state: CoordinatorState, replicas: Iterable[int] | None = None) -> tuple[Stopped, ...]:
-    """Return the replicas that do not generate because a command stopped them, those of one order together.
-
-    Args:
-        state: The coordinator.
-        replicas: Those that are asked about; None for all.
-    """
+    """Return the replicas that do not generate because a command stopped them, those of one order together."""
     groups: dict[tuple[str, Order | None], list[int]] = {}
     for unit in (
         sorted(unit for unit in state.desired if isinstance(unit, int)) if replicas is None else sorted(replicas)

@@ -53,9 +53,7 @@ def open_records(path: str | os.PathLike[str]) -> RecordReader:
 def write_archive(path: Path, out: Path, force: bool) -> int:
     """Write an archive of a log, also while a bus writes it, and return its size. The log stays as it is.
 
-    Raises:
-        ConfigError: `out` may not be written.
-        LogError: The log can't be read, or the archive can't be written; then there is none.
+    Raises ConfigError or LogError.
     """
     check_destination(out, force, [path])
     try:
@@ -76,9 +74,7 @@ def write_archive(path: Path, out: Path, force: bool) -> int:
 def rename_previous_log(path: Path) -> None:
     """Give the log that has this name another one, with its run's id in it; nothing if there is none.
 
-    Raises:
-        LogLocked: A bus writes it.
-        LogError: It can't be renamed.
+    Raises LogLocked or LogError.
     """
     if not path.exists():
         return

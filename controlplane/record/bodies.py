@@ -45,14 +45,7 @@ class StateBody(Struct, frozen=True, array_like=True):
 
 
 class UploadBody(Struct, frozen=True, array_like=True):
-    """Decisions of an agent that follow each other.
-
-    Attributes:
-        journal: The agent's journal. An agent that starts without one creates another.
-        first: Number of the first decision in the journal: 1, 2, 3 …
-        events: Encoded, one for each decision.
-        effects: The same of what followed.
-    """
+    """Decisions of an agent that follow each other."""
 
     journal: Name
     first: Positive
@@ -71,27 +64,13 @@ def decision_body(event: CoordinatorEvent, effects: tuple[CoordinatorEffect, ...
 
 
 def upload_body(journal: str, first: int, decisions: Sequence[Decision]) -> bytes:
-    """Return the body of decisions of an agent.
-
-    Args:
-        journal: Id of the agent's journal.
-        first: Number of the first decision in it.
-        decisions: They follow each other.
-    """
+    """Return the body of decisions of an agent. They follow each other in its journal, from number `first` on."""
     events = [decision.event for decision in decisions]
     return deflated(encode(UploadBody(journal, first, events, [decision.effects for decision in decisions])))
 
 
 def read_entries(record: Record, journal: str = "") -> list[LogEntry]:
-    """Return the decisions of a record.
-
-    Args:
-        record: Not one of an agent's state.
-        journal: Id of the agent's journal that it is from; empty for a record of a run's log.
-
-    Raises:
-        LogCorrupt: It can't be read.
-    """
+    """Return the decisions of a record. Raises LogCorrupt."""
     try:
         encoded = inflated(record.body)
         if journal or not record.agent:
@@ -107,11 +86,7 @@ def read_entries(record: Record, journal: str = "") -> list[LogEntry]:
 
 
 class EntryReader:
-    """Decodes the records of a log, or of an agent's journal, whose records are its decisions.
-
-    Args:
-        reader: Of the file.
-    """
+    """Decodes the records of a log, or of an agent's journal, whose records are its decisions."""
 
     def __init__(self, reader: RecordReader) -> None:
         self._path, self._journal = reader.path, reader.header.get("journal", "")

@@ -18,11 +18,6 @@ class LogEntry(Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         position: Of its record. Decisions of an agent that were uploaded together are one record.
-        agent: Whose decision it is; '' for the coordinator.
-        journal: Of the agent; '' for the coordinator.
-        number: Of the decision in the journal; 0 for the coordinator.
-        event: Encoded; `typed_event` decodes it.
-        effects: Encoded; `typed_effects` decodes them.
     """
 
     position: int
@@ -61,9 +56,7 @@ class LogMark(Struct, frozen=True, kw_only=True):
     """A mark, as it is in the file; see `controlplane.record.marks`.
 
     Attributes:
-        position: Of the record before it.
         logic: Version of the logic that wrote it; 0 if it can't be read.
-        damage: What is wrong with it; '' if nothing.
     """
 
     position: int
@@ -75,12 +68,7 @@ class LogMark(Struct, frozen=True, kw_only=True):
 
 
 class AgentMark(Struct, frozen=True, kw_only=True):
-    """The state of an agent's machine after a decision, as the agent sent it. A replay can begin there.
-
-    Attributes:
-        number: Of the decision, in the journal.
-        state: Encoded.
-    """
+    """The state of an agent's machine after a decision, as the agent sent it. A replay can begin there."""
 
     position: int
     agent: str

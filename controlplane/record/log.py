@@ -66,14 +66,7 @@ DROPPED_MARKS: Final = 4
 
 
 class RunHeader(Struct, frozen=True, kw_only=True, rename={"created_ns": "created"}):
-    """The header of a log.
-
-    Attributes:
-        created_ns: Wall clock.
-        major: Version of the wire protocol.
-        logic: Version of the coordinator's decisions.
-        package: Version of rolloutctl; empty if it is not known.
-    """
+    """The header of a log."""
 
     run: str
     created_ns: int
@@ -85,11 +78,9 @@ class RunHeader(Struct, frozen=True, kw_only=True, rename={"created_ns": "create
 class RunLog:
     """The log of one run, open for writing. Created by `open`; a context manager.
 
-    Use it from one thread. Only `commit` may run in another one.
+    Use it from one thread.
 
     Attributes:
-        run: Id of the run.
-        path: Of the file.
         state: Of the coordinator as of the last record, when the log was opened.
         folded: Records that were read for that, those after the newest mark.
     """
@@ -209,7 +200,8 @@ class RunLog:
     ) -> int:
         """Drop the oldest records of a log that no bus writes, and give their space back.
 
-        What is dropped ends at a mark, so that the log begins with one and can still be replayed and continued.
+        What is dropped ends at a mark, so that the log begins with one and can still be replayed and continued. Raises
+        LogError.
 
         Args:
             path: Of the log.
@@ -219,10 +211,6 @@ class RunLog:
 
         Returns:
             How many records were dropped.
-
-        Raises:
-            LogLocked: A bus writes it.
-            LogCorrupt, LogFull, LogError: It can't be read or written.
         """
         with open_records(path) as reader:  # a missing file is not created, and an archive not overwritten
             _read_header(reader)
@@ -265,14 +253,7 @@ class RunLog:
         at_ns: int,
         state: CoordinatorState | None = None,
     ) -> None:
-        """Append one decision of the coordinator. The next `commit` writes it.
-
-        Args:
-            event: What happened.
-            effects: What followed.
-            at_ns: Wall clock.
-            state: The coordinator after this decision, for a mark if one is due; None for no mark.
-        """
+        """Append one decision of the coordinator, and a mark of the state if one is due. `commit` writes both."""
         self._append(str(event.__struct_config__.tag), "", at_ns, decision_body(event, effects))
         if isinstance(event, AnswersReceived):
             self._unmarked_records += len(event.answers)
@@ -317,9 +298,9 @@ class RunLog:
         """Return the number of the newest decision of a journal that the log has; 0 if it has none."""
         return self._recorded.get(agent, {}).get(journal, 0)
 
-    def commit(self, *, wait: bool = True) -> None:
+    def commit(self) -> None:
         """Write what was appended, as one group. Raises LogLocked, LogFull or LogError, as `RecordFile.commit`."""
-        self._file.commit(wait=wait)
+        self._file.commit()
 
     def close(self) -> None:
         """Write what was appended, and close, even if the writing raises. May be called twice."""

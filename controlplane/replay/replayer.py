@@ -17,9 +17,9 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from controlplane.machine.coordinator import CoordinatorState, decide
+from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
 from controlplane.record.entries import AgentMark, LogEntry, LogMark
-from controlplane.record.marks import MarkChecker
+from controlplane.record.marks import decode_state
 from schemas.errors import DecisionUnreadable, LogCorrupt, ReplayDiffers
 from schemas.events import Effect, Event
 from schemas.wire import encode
@@ -31,10 +31,6 @@ class Replayed(Struct, frozen=True):
     """The result of a replay in which every decision that could be compared was the same.
 
     Attributes:
-        records: Records read.
-        compared: Decisions that were made again and compared.
-        marks: Marks that were compared with the state that the records lead to.
-        agents: Those whose decisions are in the log.
         holes: Where the log lacks decisions of an agent, or has one that can't be read.
         state: sha256 over all states at the end; the same log gives the same.
     """
@@ -68,13 +64,7 @@ class _AgentReplay(Generic[S]):
 
 
 class Replayer(Generic[S]):
-    """The states of all machines of a run, as of the last entry.
-
-    Args:
-        decide_agent: The agents' machine.
-        initial: State of an agent that has not seen any event.
-        decode_agent: Decodes a state; None if it can't be read.
-    """
+    """The states of all machines of a run, as of the last entry."""
 
     def __init__(
         self,
@@ -86,32 +76,23 @@ class Replayer(Generic[S]):
         self._lives: dict[str, _AgentReplay[S]] = {}  # by agent: with its newest journal
         self._broken: set[tuple[str, str]] = set()  # agents and the older journals of theirs that are broken
         self._holes: list[str] = []
-        self._records = self._compared = 0
-        self._marks = MarkChecker()
+        self._records = self._compared = self._marks = 0
+        self._recorded: dict[str, dict[str, int]] = {}  # by agent and journal: the newest decision, as in marks
+        self.coordinator = CoordinatorState()
+        """State of the bus."""
 
     @property
     def agents(self) -> dict[str, S]:
         """State of each agent, by name, in its newest journal."""
         return {name: life.state for name, life in self._lives.items()}
 
-    @property
-    def coordinator(self) -> CoordinatorState:
-        """State of the bus."""
-        return self._marks.state
-
     def feed(self, entry: LogEntry) -> None:
-        """Make the decision of this entry again.
-
-        Raises:
-            ReplayDiffers: It differs today; with a diff.
-            LogCorrupt: It is the coordinator's and can't be read.
-        """
+        """Make the decision of this entry again. Raises ReplayDiffers, with a diff, or LogCorrupt."""
         self._records += 1
         if entry.agent:
             self._feed_agent(entry)
             return
-        state, effects = decide(self.coordinator, entry.typed_event())  # type: ignore[arg-type]
-        self._marks.state = state
+        self.coordinator, effects = decide(self.coordinator, entry.typed_event())  # type: ignore[arg-type]
         if encode(effects) != entry.effects:
             raise _differs(entry, effects)
         self._compared += 1
@@ -119,18 +100,22 @@ class Replayer(Generic[S]):
     def check_mark(self, mark: LogMark) -> None:
         """Compare a mark with the state that the entries before it led to; begin with one that has none before it.
 
-        Raises:
-            ReplayDiffers: It differs.
-            LogCorrupt: It can't be read, and the log begins with it.
+        Raises ReplayDiffers or LogCorrupt.
         """
         if self._records == 0:
-            if not self._marks.begin(mark):
+            state = decode_state(mark)
+            if state is None:
                 raise LogCorrupt(mark.damage or f"the log begins with a mark of logic {mark.logic}", mark.position)
-            return
-        for name, life in self._lives.items():
-            self._marks.note(name, life.journal, life.number)
-        if difference := self._marks.difference(mark):
-            raise ReplayDiffers(difference)
+            self.coordinator = state
+            self._recorded = {agent: dict(numbers) for agent, numbers in mark.recorded.items()}
+        elif mark.logic == LOGIC:
+            self._marks += 1
+            state_differs = decode_state(mark) != self.coordinator
+            if state_differs or mark.recorded != self._recorded:
+                what = "state of the coordinator" if state_differs else "numbers of the agents' decisions"
+                raise ReplayDiffers(
+                    f"the mark after record {mark.position} has another {what} than the records before it lead to"
+                )
 
     def check_agent(self, mark: AgentMark) -> None:
         """Compare an agent's own state with the one that its decisions led to, or go on from it behind a hole.
@@ -157,7 +142,7 @@ class Replayer(Generic[S]):
     def result(self) -> Replayed:
         """Return the result so far."""
         agents, holes = tuple(sorted(self._lives)), tuple(self._holes)
-        return Replayed(self._records, self._compared, self._marks.compared, agents, holes, self.state_hash())
+        return Replayed(self._records, self._compared, self._marks, agents, holes, self.state_hash())
 
     def _feed_agent(self, entry: LogEntry) -> None:
         life = self._lives.get(entry.agent)
@@ -166,7 +151,7 @@ class Replayer(Generic[S]):
         if entry.number != life.number + 1 and not life.broken:
             life.broken = True
             self._holes.append(f"agent {entry.agent} from {life.number + 1} to {entry.number - 1}")
-        life.number = entry.number
+        life.number = self._recorded.setdefault(entry.agent, {})[entry.journal] = entry.number
         if life.broken:
             return
         try:
@@ -180,10 +165,8 @@ class Replayer(Generic[S]):
 
     def _begin_life(self, entry: LogEntry, before: _AgentReplay[S] | None) -> _AgentReplay[S]:
         """The agent has another journal than before."""
-        if before is not None:
-            self._marks.note(entry.agent, before.journal, before.number)
-            if before.broken:
-                self._broken.add((entry.agent, before.journal))
+        if before is not None and before.broken:
+            self._broken.add((entry.agent, before.journal))
         broken = (entry.agent, entry.journal) in self._broken
         life = self._lives[entry.agent] = _AgentReplay(entry.journal, 0, self._initial, broken)
         return life

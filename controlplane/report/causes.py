@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from controlplane.report.fleet_history import AgentHistory, FleetHistory
-from controlplane.report.model import Cause, CommandSummary, command_kind
-from schemas.formatting import is_trouble, kind_and_reason, without_numbers
+from controlplane.report.model import Cause, CommandSummary
+from schemas.formatting import command_kind, is_trouble, kind_and_reason, without_numbers
 from schemas.outcomes import Conclusion, Failed
 from schemas.reports import Report
 

@@ -18,7 +18,7 @@ from controlplane.record.entries import LogEntry, LogItem, LogMark
 from controlplane.record.marks import decode_state
 from controlplane.report.causes import Causes, explain
 from controlplane.report.fleet_history import FleetHistory
-from controlplane.report.model import Cause, CommandSummary, LatencyHistogram
+from controlplane.report.model import Cause, CommandSummary, Latencies
 from controlplane.report.totals import MAX_FAILURES, RunReport, Totals
 from schemas.commands import EpochStart, WeightSync
 from schemas.errors import DecisionUnreadable, LogCorrupt
@@ -123,6 +123,8 @@ class _Collector:
                 self.report.epochs += 1
             case bus_events.Closed():
                 self.report.closed = True
+            case bus_events.SamplesCounted():
+                self.totals.counted(event)
             case bus_events.JoinReceived():
                 self._causes.returned(agent_of(event.peer))
             case bus_events.PeerLost() if lost is not None:
@@ -167,7 +169,7 @@ class _Engines:
     """What the agents' own records tell about their engines. `calls` has the latencies of engine calls."""
 
     def __init__(self, fleet: FleetHistory) -> None:
-        self.calls: dict[str, LatencyHistogram] = {}
+        self.calls: dict[str, Latencies] = {}
         self._fleet = fleet
         self._seen: dict[str, Observation] = {}
         self._in_flight: dict[str, tuple[int, str, int]] = {}  # by agent: id, name and start (ms) of the call
@@ -188,7 +190,7 @@ class _Engines:
         elif isinstance(event, EngineReturned):
             call_id, name, since_ms = self._in_flight.pop(agent, (0, "", 0))
             if call_id == event.call_id:
-                self.calls.setdefault(name, LatencyHistogram()).add((event.at_ms - since_ms) * 1000)
+                self.calls.setdefault(name, Latencies()).values.append((event.at_ms - since_ms) * 1000)
         seen = event.observation if isinstance(event, EngineReturned | EngineObserved) else None
         if seen is not None:
             self._fleet.observed(agent, seen)

@@ -30,15 +30,9 @@ class AgentHistory(Struct, kw_only=True):
 
     Attributes:
         member: As the coordinator last knew it.
-        line: As `rolloutctl status` shows it, at the end.
-        heard_ns: When its last message arrived.
-        since_ns: When it joined, while it is in the fleet.
-        lives: Number of its incarnations that joined.
         instance: Of its engine, when that was last seen up.
         launches: How often its engine was seen up as another instance than before.
-        fleet_ns: Time in the fleet.
         losses: When (ns) and why it was lost; `losses_count` counts all.
-        failed, missing: Numbers of commands.
     """
 
     agent: str
@@ -128,14 +122,7 @@ class ReplicaHistory(Struct, kw_only=True):
 
 
 class FleetHistory:
-    """Follows the coordinator.
-
-    Attributes:
-        state: Of the coordinator, after the newest event.
-        start_ns, now_ns: First and newest moment, wall clock.
-        version: The committed one.
-        quarantines: All of them, in order.
-    """
+    """Follows the coordinator."""
 
     def __init__(self, begin: CoordinatorState | None = None) -> None:
         self.state = begin or CoordinatorState()

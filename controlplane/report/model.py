@@ -3,16 +3,14 @@
 Times are the bus's wall clock in ns. Durations are of its monotonic clock in µs.
 """
 
-from bisect import bisect_left
+from array import array
 from collections import Counter
 from collections.abc import Iterable
-from itertools import accumulate
 
 from msgspec import Struct, field
 
 from controlplane.report.fleet_history import Quarantine
-from schemas.commands import Command, ProfileCommand, WeightSync
-from schemas.formatting import agent_order, describe, format_agents, kind_and_reason
+from schemas.formatting import agent_order, format_agents, kind_and_reason
 from schemas.identity import identity_of
 from schemas.outcomes import Trace
 from schemas.reports import AgentOutcome
@@ -35,8 +33,6 @@ class CommandSummary(Struct, kw_only=True):
     """One command.
 
     Attributes:
-        version: Of a weight sync; else 0.
-        concluded: Its report is in the log.
         duration_us: From publishing to the last answer.
         traces: The first of its traces; `traces_count` and `traces_nbytes` count all.
         untraced: Global ranks that left no trace, and should have.
@@ -63,11 +59,25 @@ class CommandSummary(Struct, kw_only=True):
         return not self.concluded or any(group.kind in ("failed", "missing") for group in self.outcomes)
 
 
+class SampleSummary(Struct, kw_only=True):
+    """Samples that were as many versions behind.
+
+    Attributes:
+        accepted, refused: Sequences.
+        tokens: Those of both.
+        unproven: Tokens of weights that were not proven.
+    """
+
+    accepted: int = 0
+    refused: int = 0
+    tokens: int = 0
+    unproven: int = 0
+
+
 class StepSummary(Struct, kw_only=True):
     """Commands between the ends of two weight syncs.
 
     Attributes:
-        title: What they led to.
         profiled: Training steps with a profiling session.
         flawed: The sync was aborted, or left a replica out.
         shown: The page shows its commands unasked: a cause began here, or a command was not concluded.
@@ -93,8 +103,6 @@ class Cause(Struct, kw_only=True):
         at_ns: When the first agent was lost, or the first command published.
         until_ns: When the last agent was lost, or the last command concluded.
         seq, text: Of its first command; 0 and empty if there is none. `last_seq` is the newest.
-        commands: Number of commands, by kind.
-        outcomes: Number of failed and missing outcomes.
         members: The agents. `first_seqs` has the first of them, with their first command; `hosts` theirs, if lost.
         returned_ns: By agent that was lost, when it was in the fleet again.
         engines: By agent, the state of its engine when it was last heard, or right after the failure.
@@ -184,28 +192,15 @@ class Refusal(Struct, kw_only=True):
     count: int = 1
 
 
-class LatencyHistogram:
-    """Latencies in µs, counted in 64 buckets per power of two: a million of them need no more memory than ten.
-
-    A percentile is at most 1.6 % too high; `largest` is exact.
-    """
+class Latencies:
+    """Latencies in µs: eight bytes for each."""
 
     def __init__(self) -> None:
-        self.count = self.largest = 0
-        self._buckets: Counter[int] = Counter()
-
-    def add(self, value: int) -> None:
-        """Count a latency."""
-        shift = max(0, value.bit_length() - 7)
-        self._buckets[((value >> shift) + 1 << shift) - 1] += 1
-        self.count += 1
-        self.largest = max(self.largest, value)
+        self.values = array("q")
 
     def percentile(self, percent: int) -> int:
         """Return the smallest value that `percent` of all do not exceed."""
-        uppers = sorted(self._buckets)
-        counts = list(accumulate(self._buckets[upper] for upper in uppers))
-        return min(self.largest, uppers[bisect_left(counts, self.count * percent / 100)])
+        return sorted(self.values)[-(-len(self.values) * percent // 100) - 1]
 
 
 class Straggler(Struct, kw_only=True):
@@ -215,7 +210,6 @@ class Straggler(Struct, kw_only=True):
         last: On how many commands it was the last of several agents to act.
         behind_us: How much later than their median it was then, in all.
         worst_us, worst_seq: The worst of these, and its command.
-        missing: Commands that it never answered.
     """
 
     agent: str
@@ -235,17 +229,6 @@ def group_by_reason(outcomes: Iterable[AgentOutcome]) -> tuple[OutcomeGroup, ...
         OutcomeGroup(kind=kind, reason=reason, agents=format_agents(agents), count=len(agents))
         for (kind, reason), agents in sorted(groups.items())
     )
-
-
-def command_kind(command: Command) -> str:
-    """Return the kind of a command: latencies of the same kind are counted together."""
-    match command:
-        case WeightSync():
-            return f"weights {command.phase}"
-        case ProfileCommand():
-            return f"profile {command.action}"
-        case _:
-            return describe(command)
 
 
 def rank_stragglers(stragglers: Iterable[Straggler]) -> list[Straggler]:

@@ -25,14 +25,7 @@ MAX_AGENTS: Final = 48
 
 
 def write_page(page: TextIO, report: RunReport, run: str, log: str) -> None:
-    """Write the page.
-
-    Args:
-        page: Where to.
-        report: What to show.
-        run: The run's id.
-        log: Name of the log's file.
-    """
+    """Write the page."""
     environment = Environment(
         loader=FileSystemLoader(HERE),
         autoescape=True,

@@ -1,7 +1,7 @@
 """Adds up what came of the commands of a run: outcomes, latencies, failures, stragglers, steps. Pure.
 
-Memory grows with the number of agents and commands, never with that of answers: equal outcomes are one group, latencies
-are counted in buckets, and every list has a maximum and a count of what is left out.
+Memory grows with the number of agents and commands, and by eight bytes for each answer: equal outcomes are one group,
+and every list has a maximum and a count of what is left out.
 
 Times are the bus's wall clock in ns. Durations are of its monotonic clock in µs.
 """
@@ -13,20 +13,22 @@ from msgspec import Struct, field
 
 from controlplane.analysis.findings import OBSERVED, ObservedReplica
 from controlplane.analysis.invariants import Violation
+from controlplane.machine.events import SamplesCounted
+from controlplane.machine.provenance import mean_staleness
 from controlplane.report.fleet_history import AgentHistory, Quarantine, ReplicaHistory
 from controlplane.report.model import (
     Cause,
     CommandSummary,
-    LatencyHistogram,
+    Latencies,
     Refusal,
+    SampleSummary,
     StepSummary,
     Straggler,
-    command_kind,
     group_by_reason,
     rank_stragglers,
 )
 from schemas.commands import Command, EpochStart, ProfileCommand, UnknownCommand
-from schemas.formatting import format_agents, without_numbers
+from schemas.formatting import command_kind, format_agents, without_numbers
 from schemas.outcomes import Acted, Missing
 from schemas.reports import AgentOutcome, Report, Stopped
 
@@ -46,18 +48,13 @@ class RunReport(Struct, kw_only=True):
     """What the page shows.
 
     Attributes:
-        closed: The bus was closed, and did not die.
-        counts: Outcomes by kind.
-        causes: Of the outcomes that failed or are missing, and of lost agents.
         untraced: Commands after which a rank lacked its trace.
         left_out: What was counted and not kept.
-        damage: Why the log can't be read further; empty if it can.
+        samples: By how many versions they were behind; None where that is not known.
+        staleness: Training step, and how many versions its tokens were behind on average, of the newest steps.
         unexplained: Quarantines that belong to none of the causes.
-        unconcluded: Commands without a report.
         aborted: Weight syncs that were aborted, those for the same reason together.
         stopped: Replicas that a command kept from generating at the end of the log.
-        latencies: By kind of command, of the agents that acted; `calls` by kind of engine call.
-        replicas: By index.
         observed: Replicas of a run that another trainer drives, by index.
     """
 
@@ -78,13 +75,15 @@ class RunReport(Struct, kw_only=True):
     untraced: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     damage: str = ""
+    samples: dict[int | None, SampleSummary] = {}
+    staleness: list[tuple[int, float]] = []
     agents: list[AgentHistory] = []
     quarantines: list[Quarantine] = []
     unexplained: list[Quarantine] = []
     unconcluded: list[CommandSummary] = []
     steps: list[StepSummary] = []
-    latencies: dict[str, LatencyHistogram] = {}
-    calls: dict[str, LatencyHistogram] = {}
+    latencies: dict[str, Latencies] = {}
+    calls: dict[str, Latencies] = {}
     stragglers: list[Straggler] = []
     replicas: dict[int, ReplicaHistory] = {}
     observed: dict[int, ObservedReplica] = {}
@@ -183,6 +182,17 @@ class Totals:
         """Add a weight sync that was aborted."""
         self._add_alike(self._report.aborted, "aborted", headline, now_ns)
 
+    def counted(self, event: SamplesCounted) -> None:
+        """Add samples that the trainer judged."""
+        if (mean := mean_staleness(event)) is not None:
+            self._report.staleness = [*self._report.staleness[1 - MAX_COMMANDS :], (event.step, mean)]
+        for count in event.counts:
+            summary = self._report.samples.setdefault(count.staleness, SampleSummary())
+            summary.accepted += count.sequences * count.accepted
+            summary.refused += count.sequences * (not count.accepted)
+            summary.tokens += count.tokens
+            summary.unproven += count.tokens * (count.proof not in ("proven", "launch"))
+
     def _add_alike(self, kept: list[Refusal], kind: str, reason: str, now_ns: int) -> None:
         """Add what went wrong to others that did for the same reason."""
         key = kind, without_numbers(reason)
@@ -243,8 +253,8 @@ class Totals:
         self._report.untraced += bool(untraced)
         summary.hooks = format_agents(outcome.agent for outcome, conclusion in acted if conclusion.still_running)
         for outcome, _ in acted:
-            latencies = self._report.latencies.setdefault(command_kind(report.command), LatencyHistogram())
-            latencies.add(outcome.latency_us)
+            latencies = self._report.latencies.setdefault(command_kind(report.command), Latencies())
+            latencies.values.append(outcome.latency_us)
 
     def _add_stragglers(self, report: Report) -> None:
         for outcome in report.outcomes:

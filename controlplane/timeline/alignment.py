@@ -4,10 +4,9 @@ The bus's clock is the wall clock of the trainer's machine; every record of a lo
 its monotonic clock in whole milliseconds; its engine's traces carry the wall clock of its node.
 
 Theory of operation. Agents measure their clocks against the bus's with their heartbeats and report each new estimate
-(`schemas.reports.Clock`). A moment is placed by the estimates around it that agree with each other. An incarnation
-that never reported an estimate is placed by its commands instead: a command is received after it was published, and an
-answer arrives after it was sent. That bounds the agent's monotonic clock, but says nothing about its node's wall clock:
-traces from there keep their own times.
+(`schemas.reports.Clock`). A moment is placed by the estimates around it that agree with each other. An incarnation that
+never reported an estimate, since it ended within seconds, is placed by when the bus received its records, which is up
+to some hundred milliseconds late. Traces of its node keep their own times.
 """
 
 from bisect import bisect
@@ -26,7 +25,6 @@ class Offset(NamedTuple):
     """What to add to an agent's clock to get the bus's.
 
     Attributes:
-        offset_ns: The difference.
         error_ns: Bound of its error; None if unknown.
     """
 
@@ -53,9 +51,6 @@ class OffsetEstimate(NamedTuple):
 class AgentClock:
     """The two clocks of one incarnation of an agent.
 
-    Args:
-        peer: `agent/incarnation`.
-
     Attributes:
         early_ns: How long before its issue a command seems to have been received, at most.
     """
@@ -65,8 +60,7 @@ class AgentClock:
         self.early_ns = 0
         self._monotonic: list[OffsetEstimate] = []
         self._wall: list[OffsetEstimate] = []
-        self._least_ns: int | None = None  # bounds of the monotonic clock's offset, by the commands
-        self._most_ns: int | None = None
+        self._most_ns: int | None = None  # of the monotonic clock's offset, by the records
 
     @property
     def estimates(self) -> int:
@@ -76,11 +70,11 @@ class AgentClock:
     @property
     def max_error_ns(self) -> int | None:
         """The largest error among the estimates; None if nothing is known."""
-        return max((estimate.error_ns for estimate in self._monotonic), default=self._bounded().error_ns)
+        return max((estimate.error_ns for estimate in self._monotonic), default=None)
 
     def monotonic(self, at_ms: int) -> Offset:
         """Return the offset of the agent's monotonic clock, at a moment of that clock."""
-        return _interpolate(self._monotonic, at_ms * MS) if self._monotonic else self._bounded()
+        return _interpolate(self._monotonic, at_ms * MS) if self._monotonic else Offset(self._most_ns or 0, None)
 
     def wall(self, bus_ns: int) -> Offset:
         """Return the offset of the node's wall clock, at a moment of the bus's clock."""
@@ -93,20 +87,10 @@ class AgentClock:
             self._monotonic.append(OffsetEstimate(at_ns, bus_ns - at_ns, clock.error_ns))
             self._wall.append(OffsetEstimate(bus_ns, clock.offset_ns, clock.error_ns))
 
-    def happened_after(self, bus_ns: int, at_ms: int) -> None:
-        """Note that what the agent saw in its millisecond `at_ms` happened after `bus_ns`."""
-        least = bus_ns - (at_ms + 1) * MS
-        self._least_ns = least if self._least_ns is None else max(self._least_ns, least)
-
     def happened_before(self, bus_ns: int, at_ms: int) -> None:
         """Note that what the agent did in its millisecond `at_ms` happened before `bus_ns`."""
         most = bus_ns - at_ms * MS
         self._most_ns = most if self._most_ns is None else min(self._most_ns, most)
-
-    def _bounded(self) -> Offset:
-        if self._least_ns is None or self._most_ns is None:
-            return Offset(self._least_ns or self._most_ns or 0, None)
-        return Offset((self._least_ns + self._most_ns) // 2, abs(self._most_ns - self._least_ns) // 2)
 
 
 def _interpolate(estimates: Sequence[OffsetEstimate], at_ns: int) -> Offset:

@@ -186,13 +186,7 @@ class BusTracks:
 
 
 class AgentTracks:
-    """One agent's process, over all its incarnations.
-
-    Args:
-        process: Where to draw.
-        identity: Of the agent; names the counter of its weight version.
-        bus: Where its arrows begin.
-    """
+    """One agent's process, over all its incarnations."""
 
     def __init__(self, process: ProcessTracks, identity: Identity, bus: BusTracks) -> None:
         self._process, self._identity, self._bus = process, identity, bus
@@ -311,13 +305,7 @@ class AgentTracks:
 
 
 def fleet_events(survey: LogSurvey, processes: Mapping[str, ProcessTracks], entries: Iterable[LogEntry]) -> Events:
-    """Draw everything that the bus and its agents did.
-
-    Args:
-        survey: The first pass over the same log.
-        processes: The process of each agent by name, and of the bus under "".
-        entries: The log; only what was surveyed is drawn.
-    """
+    """Draw everything that the bus and its agents did."""
     bus = BusTracks(processes[""])
     agents: dict[str, AgentTracks] = {}
     for record in decode_entries(survey.same_entries(entries)):

@@ -45,8 +45,8 @@ class ClockLine(Struct, frozen=True, kw_only=True):
 
     Attributes:
         offset_ns: From its node's wall clock to the bus's, at the end of the log. None if it was never measured: the
-            agent's events are then placed by commands and answers, and its node's traces keep their own times.
-        error_ns: Bound of the error, there and where its traces begin; None if nothing is known.
+            agent's events are then placed by when the bus heard of them, and its node's traces keep their own times.
+        error_ns: Bound of the error, there and where its traces begin; None with `offset_ns`.
     """
 
     agent: str
@@ -56,21 +56,18 @@ class ClockLine(Struct, frozen=True, kw_only=True):
     estimates: int
 
     def __str__(self) -> str:
-        error = f"± {self.error_ns / MS:.3f} ms" if self.error_ns is not None else "± unknown"
-        if self.offset_ns is None:
-            return f"agent {self.agent}: clock offset unknown; events placed by commands and answers, {error}"
+        if self.offset_ns is None or self.error_ns is None:
+            return f"agent {self.agent}: clock offset unknown; events placed by when the bus heard of them"
         count = f"{self.estimates} estimate{'s' if self.estimates > 1 else ''}"
-        return f"agent {self.agent}: clock offset {self.offset_ns / MS:+.3f} ms {error} ({count})"
+        offset = f"{self.offset_ns / MS:+.3f} ms ± {self.error_ns / MS:.3f} ms"
+        return f"agent {self.agent}: clock offset {offset} ({count})"
 
 
 class Timeline(Struct, frozen=True, kw_only=True):
     """What was written.
 
     Attributes:
-        control_events: Events from the log.
         traced_events: Events from `traces`, without names.
-        warnings: What was left out or may be misplaced.
-        whole: The log was read to its end.
     """
 
     run: str
@@ -92,7 +89,7 @@ def write_timeline(
     force: bool = False,
     say: Callable[[str], object] = lambda _: None,
 ) -> Timeline:
-    """Write the timeline of a run's log. A damaged log is drawn up to the damage.
+    """Write the timeline of a run's log. A damaged log is drawn up to the damage. Raises ConfigError or LogError.
 
     Args:
         log: The log.
@@ -100,11 +97,6 @@ def write_timeline(
         roots: Folders below which the agents' traces lie, or copies of them. None leaves traces out without a warning.
         force: Replace `out` if it exists.
         say: Called with a line for each trace that is read, since that may take long.
-
-    Raises:
-        ConfigError: `out` exists, is an input, or a root does not exist.
-        LogCorrupt: `log` is no log.
-        LogError: `out` can't be written.
     """
     check_destination(out, force, [log])
     for root in roots or ():
@@ -135,12 +127,7 @@ def write_timeline(
 
 
 class TimelineDraft:
-    """The content of one timeline.
-
-    Attributes:
-        control_events, traced_events: Numbers of events yielded so far.
-        warnings: What is left out or may be misplaced, and why.
-    """
+    """The content of one timeline."""
 
     def __init__(self, run: str, survey: LogSurvey) -> None:
         self.control_events = self.traced_events = 0
@@ -270,7 +257,7 @@ def _clock_line(clock: AgentClock, moments_ns: Sequence[int]) -> ClockLine:
         agent=clock.agent,
         incarnation=clock.incarnation,
         offset_ns=walls[0].offset_ns if known else None,
-        error_ns=max(wall.error_ns or 0 for wall in walls) if known else clock.monotonic(0).error_ns,
+        error_ns=max(wall.error_ns or 0 for wall in walls) if known else None,
         estimates=clock.estimates,
     )
 

@@ -1,23 +1,16 @@
 """The first pass over a log: its clocks, its agents and the traces that they reported. Pure."""
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Final, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
 from controlplane.timeline.alignment import MS, AgentClock
 from schemas.errors import LogCorrupt
-from schemas.events import Answer, CommandReceived, Effect, Event, SnapshotReceived, Started
+from schemas.events import Answer, Effect, Event, Started
 from schemas.identity import Identity, agent_of, process_of
 from schemas.outcomes import Acted, Outcome, Trace
-
-REMEMBERED: Final = 1_000
-"""Commands and answers per agent that are kept until the agent's record of them."""
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 class BusRecord(NamedTuple):
@@ -33,7 +26,6 @@ class AgentRecord(NamedTuple):
 
     Attributes:
         at_ns: When the bus received the record, on the bus's clock.
-        peer: `agent/incarnation`.
     """
 
     at_ns: int
@@ -61,12 +53,7 @@ class ReportedTrace(NamedTuple):
 def decode_entries(
     entries: Iterable[LogEntry], unreadable: list[int] | None = None
 ) -> Iterator[BusRecord | AgentRecord]:
-    """Yield the records that this version can read.
-
-    Args:
-        entries: The log.
-        unreadable: Receives the positions of all other records.
-    """
+    """Yield the records that this version can read. The positions of all others go to `unreadable`."""
     peers: dict[str, str] = {}
     for entry in entries:
         try:
@@ -88,8 +75,6 @@ class LogSurvey:
     """What one pass over a log tells about its clocks, agents and traces.
 
     Attributes:
-        clocks: By `agent/incarnation`.
-        identities: Identity of each agent by name, as far as known.
         traces: Reported trace files, each once, by agent and digest.
         begins_ns: The first moment of the run, on the bus's clock; agents may start before the first record.
         last_ns, last: Moment and position of the last record.
@@ -104,9 +89,6 @@ class LogSurvey:
         self.begins_ns = self.last_ns = self.last = self._count = 0
         self.unreadable: list[int] = []
         self.damage = ""
-        self._published: OrderedDict[int, int] = OrderedDict()  # by seq: when
-        self._answered: OrderedDict[tuple[str, int], int] = OrderedDict()  # when each answer arrived
-        self._joined: dict[str, int] = {}
         self._started: dict[str, int] = {}
         for number, record in enumerate(decode_entries(self._until_damage(entries), self.unreadable)):
             if number == 0:
@@ -148,34 +130,18 @@ class LogSurvey:
             case bus_events.HelloReceived():
                 self.identities[event.hello.identity.agent] = event.hello.identity
                 self.clock(process_of(event.peer))
-            case bus_events.JoinReceived():
-                self._joined.setdefault(process_of(event.peer), at_ns)
             case bus_events.AnswersReceived():
                 for answer in event.answers:
-                    process = process_of(answer.peer)
-                    self._remember(self._answered, (process, answer.seq), at_ns)
-                    self._note_traces(process, answer.outcome, at_ns)
-        for effect in record.effects:
-            if isinstance(effect, bus_events.Publish):
-                self._remember(self._published, effect.seq, at_ns)
+                    self._note_traces(process_of(answer.peer), answer.outcome, at_ns)
 
     def _survey_agent(self, record: AgentRecord) -> None:
         event, peer = record.event, record.peer
-        clock = self.clock(peer)
-        clock.happened_before(record.at_ns, event.at_ms)
-        match event:
-            case Started():
-                self.identities.setdefault(record.agent, event.identity)
-                self._started[peer] = event.at_ms
-            case CommandReceived() if event.seq in self._published:
-                clock.happened_after(self._published[event.seq], event.at_ms)
-            case SnapshotReceived() if peer in self._joined:
-                clock.happened_after(self._joined[peer], event.at_ms)
+        self.clock(peer).happened_before(record.at_ns, event.at_ms)
+        if isinstance(event, Started):
+            self.identities.setdefault(record.agent, event.identity)
+            self._started[peer] = event.at_ms
         for effect in record.effects:
             if isinstance(effect, Answer):
-                # An answer that arrives after this record bounds the clock less tightly than the record does.
-                if (arrived_ns := self._answered.pop((peer, effect.seq), None)) is not None:
-                    clock.happened_before(arrived_ns, event.at_ms)
                 self._note_traces(peer, effect.outcome, record.at_ns)
 
     def _note_traces(self, peer: str, outcome: Outcome, at_ns: int) -> None:
@@ -186,8 +152,3 @@ class LogSurvey:
                 self.traces[key] = ReportedTrace(peer, trace, at_ns, (trace.path,))
             elif trace.path not in known.paths:
                 self.traces[key] = known._replace(paths=(trace.path, *known.paths))
-
-    def _remember(self, known: OrderedDict[K, V], key: K, value: V) -> None:
-        known.setdefault(key, value)
-        if len(known) > REMEMBERED * max(1, len(self.clocks)):
-            known.popitem(last=False)  # a plain dict takes longer to find its first key the more were dropped before it

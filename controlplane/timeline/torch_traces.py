@@ -55,12 +55,9 @@ class FoundTrace(NamedTuple):
     """A trace file that matches what the log says.
 
     Attributes:
-        path: The file.
-        reported: What the log says about it.
         base_ns: What its `ts` are relative to, on its node's wall clock.
         first_ns: Begin of its first slice, on that clock; None if it has no slices.
         rank: Within its torch.distributed group; None if the file does not say.
-        stacks: Whether it also holds Python calls.
     """
 
     path: Path
@@ -209,7 +206,6 @@ class TorchTrace:
         before: How many of them lie before the timeline begins.
         last_ns: The latest of them, after the timeline begins.
         malformed: Events that were left out: without a valid time, process, thread or number.
-        fault: Why the file was not read to its end; None if it was.
     """
 
     def __init__(self, file: FoundTrace, owner: str, shift_ns: int, sort: int, numbers: Numbers) -> None:

@@ -99,16 +99,7 @@ class ProcessTracks:
 
 
 class OpenSlice:
-    """A slice that has begun and not ended. `end` returns its event.
-
-    Args:
-        process: Where it is drawn.
-        thread: Name of its thread.
-        name: Its own name; may change until it ends.
-        at_ns: When it begins.
-        args: Details that viewers show; may grow until it ends.
-        inside: The slice that it is a part of. Both are drawn on the same lane.
-    """
+    """A slice that has begun and not ended. `end` returns its event."""
 
     def __init__(
         self,

@@ -31,13 +31,12 @@ class UnknownKey(NamedTuple):
 def convert(value: object, kind: type[T], path: str = "") -> T:
     """Return `value` as a `kind`, strictly. Null counts as absent where a field does not allow null.
 
+    Raises ConfigError, which names the key, its value and what is allowed.
+
     Args:
         value: Dicts, lists and scalars, as a YAML file has them.
         kind: A Struct whose fields hold scalars, lists and Structs.
         path: Dotted path of `value` in its file, "" for the file itself.
-
-    Raises:
-        ConfigError: The text names the key, its value and what is allowed.
     """
     described = inspect.type_info(kind)
     value = _without_nulls(value, described, path)

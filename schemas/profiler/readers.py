@@ -59,11 +59,7 @@ def read_verl(
 
 
 def read_yaml(source: object) -> ProfilerSettings:
-    """Read our own YAML.
-
-    Raises:
-        ConfigError: A key is unknown or has no effect, or a value is wrong.
-    """
+    """Read our own YAML. Raises ConfigError."""
     tree = load(source)
     if "global_profiler" in tree:
         raise ConfigError(
@@ -195,8 +191,7 @@ _Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.valu
 def _plain(source: object, name: str) -> Any:
     """Copy a trainer's mappings and sequences, of whatever types, into dicts and lists. References are kept.
 
-    Raises:
-        ConfigError: It is too deep or too large, counting what occurs twice twice.
+    Raises ConfigError if it is too deep or too large, counting what occurs twice twice.
     """
     count = itertools.count(1)
 

@@ -27,11 +27,8 @@ class ProfilerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The fields of a `ProfilerConfig`.
 
     Attributes:
-        plan: How rollouts are profiled.
-        roles: How training ranks are profiled, by role.
         steps: Global training steps to profile; empty for none.
         continuous: One session for each run of consecutive steps, instead of one for each step.
-        timeout_ms: Deadline of each profile command.
         save_path: Root of the trace directories on every agent and training rank that is given these settings.
         finish_hook_cmd: Command for `/bin/sh -c` after the last profiled step. `Finish` says which agents run it.
     """

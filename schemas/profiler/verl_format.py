@@ -91,7 +91,6 @@ class VerlFile(NamedTuple):
         tree: The content of the file, with its references.
         content: The content of `global_profiler`, with its references resolved.
         sections: The rollouts' section, and those of the training roles that the file has.
-        settings: What is profiled.
     """
 
     tree: Mapping[str, object]
@@ -348,8 +347,7 @@ def _options(profiler: VerlProfiler, path: str) -> ToolOptions | None:
 def _window(keys: VerlWindow, path: str) -> Window | None:
     """Return the forward steps to record, from whichever generation of keys is set; None for the whole session.
 
-    Raises:
-        ConfigError: Two keys contradict each other, or the window is empty.
+    Raises ConfigError.
     """
     starts = _set(keys, "step_start", "profile_token_start")
     ends = _set(keys, "step_end", "profile_token_end")

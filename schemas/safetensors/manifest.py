@@ -34,44 +34,25 @@ def build_manifest(directory: Path, content: bool) -> Manifest:
 
 
 class CheckpointFiles(NamedTuple):
-    """What a sync says of the files of a checkpoint or an adapter.
-
-    Attributes:
-        manifest: Of its tensors.
-        config: sha256 of an adapter's configuration; empty for a checkpoint.
-    """
+    """What a sync says of the files of a checkpoint or an adapter."""
 
     manifest: Manifest
     config: str = ""
 
 
 def read_checkpoint(directory: Path, adapter: bool, content: bool = False) -> CheckpointFiles:
-    """Return what a sync says of a directory. Raises CheckpointError, as `read_layout`.
-
-    Args:
-        directory: With safetensors files.
-        adapter: It is a LoRA adapter's, which is small: all of it is digested.
-        content: Digest every byte of the tensors.
-    """
+    """Return what a sync says of a directory. Raises CheckpointError, as `read_layout`."""
     manifest = build_manifest(directory, content or adapter)
     return CheckpointFiles(manifest, config_digest(read_config(directory)) if adapter else "")
 
 
 def config_digest(config: bytes) -> str:
-    """Return the sha256 of an adapter's configuration, in hex.
-
-    Args:
-        config: The content of its file.
-    """
+    """Return the sha256 of an adapter's configuration, in hex."""
     return hashlib.sha256(config).hexdigest()
 
 
 def read_config(directory: Path) -> bytes:
-    """Return an adapter's configuration. Raises CheckpointError if there is none that can be read.
-
-    Args:
-        directory: Of the adapter, as PEFT writes it.
-    """
+    """Return an adapter's configuration. Raises CheckpointError if there is none that can be read."""
     path = directory / ADAPTER_CONFIG
     with open_file(path) as file:
         config = file.read(CONFIG_BYTES_MAX + 1)

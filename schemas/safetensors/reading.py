@@ -48,18 +48,10 @@ def content_digest(places: Mapping[str, TensorPlace]) -> str:
 
 
 def read_tensors(places: Mapping[str, TensorPlace], memory: Mapping[str, memoryview], *, content: bool) -> str | None:
-    """Read tensors into memory.
-
-    Args:
-        places: Where each tensor is, by name.
-        memory: Where each tensor goes, by name: writable bytes, as many as it has.
-        content: Digest what is read, in the same pass.
+    """Read tensors into memory. Raises CheckpointError; what is in memory then is undefined.
 
     Returns:
         With `content`, the content digest of what is in memory now, in hex.
-
-    Raises:
-        CheckpointError: A file can't be read, or became shorter. What is in memory then is undefined.
     """
     digest = ContentDigest()
     with ExitStack() as stack:
@@ -76,8 +68,7 @@ def read_tensors(places: Mapping[str, TensorPlace], memory: Mapping[str, memoryv
 def file_states(directory: Path) -> tuple[FileState, ...]:
     """Return what shows, when it is compared, whether the directory's tensors were written since.
 
-    Raises:
-        CheckpointError: There are none, or they can't be read.
+    Raises CheckpointError.
     """
     states = []
     for path in safetensors_files(directory):

@@ -11,13 +11,7 @@ from schemas.errors import ConfigError
 
 
 def check_destination(out: Path, force: bool, inputs: Iterable[Path] = ()) -> None:
-    """Raise ConfigError unless `out` may be written.
-
-    Args:
-        out: Where a file is to be written.
-        force: A file may be there already.
-        inputs: Files that the result is made from. They are never overwritten.
-    """
+    """Raise ConfigError unless `out` may be written: it is new, or `force` is set, and it is none of the inputs."""
     if os.path.lexists(out) and not force:
         raise ConfigError(f"{out} already exists; nothing was written. Name another file, or use --force")
     if out.exists() and not out.is_file():  # a rename would replace a pipe or a device instead of writing to it
@@ -31,15 +25,7 @@ def check_destination(out: Path, force: bool, inputs: Iterable[Path] = ()) -> No
 def atomic_write(out: Path, force: bool) -> Iterator[IO[bytes]]:
     """Yield a file that is at `out` if the block ends normally, and not at all otherwise.
 
-    Its mode is 0600, as that of the log that it was made from.
-
-    Args:
-        out: Where the file belongs.
-        force: Replace a file that is already there.
-
-    Raises:
-        FileExistsError: A file has appeared there meanwhile.
-        OSError: The file can't be written.
+    Its mode is 0600, as that of the log that it was made from. Raises OSError.
     """
     draft = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:

@@ -28,13 +28,7 @@ WAL_BYTES_MAX: Final = 128 * 1024 * 1024
 
 
 class Checkpointer:
-    """Runs the checkpoints of one record file.
-
-    Args:
-        connection: To the file, for this alone. It is closed with this.
-        committing: Held during each commit.
-        on_error: Called, in the thread, with SQLite's error when a checkpoint fails.
-    """
+    """Runs the checkpoints of one record file."""
 
     def __init__(
         self, connection: sqlite3.Connection, committing: threading.Lock, on_error: Callable[[sqlite3.Error], None]
@@ -43,8 +37,6 @@ class Checkpointer:
         connection.execute("PRAGMA busy_timeout = 0")
         connection.execute("SELECT 1 FROM meta").fetchone()  # opens the log now: later, another one may have its name
         self._thread: threading.Thread | None = None
-        self._wake = threading.Event()
-        self._closing = False
         self._written = 0
 
     @property
@@ -59,36 +51,25 @@ class Checkpointer:
     def start(self) -> None:
         """Begin a checkpoint, without waiting for it."""
         self._written = 0
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="rolloutctl-checkpoints", daemon=True)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._checkpoint, name="rolloutctl-checkpoints", daemon=True)
             self._thread.start()
-        self._wake.set()
 
     def close(self) -> None:
         """Wait for a checkpoint that has begun, and close the connection."""
-        self._closing = True
-        self._wake.set()
         if self._thread is not None:
             self._thread.join()
         self._connection.close()
 
-    def _serve(self) -> None:
-        while True:
-            self._wake.wait()
-            self._wake.clear()
-            if self._closing:
-                return
-            try:
-                self._checkpoint()
-            except sqlite3.Error as error:
-                self._on_error(error)
-
     def _checkpoint(self) -> None:
-        written = self._written
-        pages, copied = self._copy()
-        if pages * PAGE_BYTES > WAL_BYTES_MAX and (copied < pages or self._written != written):
-            with self._committing:
-                self._copy()
+        try:
+            written = self._written
+            pages, copied = self._copy()
+            if pages * PAGE_BYTES > WAL_BYTES_MAX and (copied < pages or self._written != written):
+                with self._committing:
+                    self._copy()
+        except sqlite3.Error as error:
+            self._on_error(error)
 
     def _copy(self) -> tuple[int, int]:
         """Copy pages of the log into the file. Returns how many the log has, and how many of them are copied."""

@@ -147,14 +147,7 @@ def _extended_code(error: sqlite3.Error) -> int:
 
 
 def translate(path: Path, error: sqlite3.Error, position: int, readable: str = "Nothing in it is readable") -> LogError:
-    """Return our error for one of SQLite's.
-
-    Args:
-        path: The record file.
-        error: SQLite's error.
-        position: Record that could not be read or written; 0 if it is not about one.
-        readable: Sentence that says which records can still be read.
-    """
+    """Return our error for one of SQLite's."""
     code = error_code(error)
     # SQLite reports a quota or a limit on file sizes as a plain I/O error, without the system's error number.
     if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and _out_of_space(path)):

@@ -51,11 +51,6 @@ def read_mounts() -> str:
 
 
 def check_regular(path: Path, kind: str) -> None:
-    """Raise LogError for a pipe, a device or a folder: to open one could block, or change it.
-
-    Args:
-        path: What is about to be opened.
-        kind: What should be there, for the error.
-    """
+    """Raise LogError for a pipe, a device or a folder in place of a `kind`: to open one could block, or change it."""
     if path.exists() and not path.is_file():
         raise LogError(f"{path}: not a regular file, and so no {kind} of rolloutctl")

@@ -7,7 +7,7 @@ Theory of operation.
 - `last` is written before a checkpoint may follow and at the end, because it costs as much as a record. The records
   after it are sound as long as they are in the write-ahead log, which has checksums. So the file ends with `last`, or
   with a later record. With a rollback journal, `last` is written with each group.
-- There is one writer: it locks the file itself, until it closes or dies. There can be any number of readers, also
+- There is one writer: it holds a lock until it closes or dies. There can be any number of readers, also
   while it writes.
 - Before each commit the writer looks whether its file is still there, and whole. If another program deleted, replaced
   or cut it, no record is written any more: it could not be found.
@@ -24,10 +24,9 @@ from typing import Final, Self
 from schemas.errors import ConfigError, LogError, LogLocked
 from schemas.storage import database, writer_lock
 from schemas.storage.checkpointer import Checkpointer
-from schemas.storage.database import BUSY_S, OWN_KEYS, Durability
+from schemas.storage.database import OWN_KEYS, Durability
 from schemas.storage.filesystems import check_regular
 from schemas.storage.records import MARK, RecordReader, Row, checksum
-from schemas.storage.writer_lock import FileId
 
 _INSERT: Final = "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?)"
 _INSERT_MARK: Final = "INSERT OR REPLACE INTO marks VALUES (?, ?, ?, ?)"
@@ -37,12 +36,12 @@ _MarkRow = tuple[int, int, int, bytes]
 class RecordFile(RecordReader):
     """Writes a record file. Made by `open`, which creates the file or appends to it; use it as a context manager.
 
-    Call `append` from one thread. `commit` may run in another one, so that an event loop need not wait for the disk.
-    Its own reading methods return committed records; while another thread commits, read through a RecordReader.
+    Use it from one thread. Its own reading methods return committed records.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, file: FileId, durability: Durability) -> None:
-        super().__init__(path, connection, file)
+    def __init__(self, path: Path, connection: sqlite3.Connection, lock: int, durability: Durability) -> None:
+        super().__init__(path, connection)
+        self._lock = lock
         self._relaxes = durability == "os"  # after the first group: a log must not forget that it was opened
         real = os.path.realpath(path)
         self._watched = [(name, writer_lock.Watch(name)) for name in (real, f"{real}-wal")]
@@ -50,7 +49,6 @@ class RecordFile(RecordReader):
         self._pending: list[Row] = []
         self._pending_marks: list[_MarkRow] = []
         self._committing = threading.Lock()
-        self._waits = True  # a statement waits for another program's lock
         self._faulted = ""  # why no more records are taken
         self._writing = False  # also after a write that failed or was interrupted
         self._cursor = connection.cursor()
@@ -80,12 +78,11 @@ class RecordFile(RecordReader):
         with contextlib.ExitStack() as undo:
             try:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                file = writer_lock.acquire(path)
-                undo.callback(writer_lock.release, file)
-                undo.callback(writer_lock.disconnect, writer_lock.connect(path))
+                lock = writer_lock.acquire(path)
+                undo.callback(writer_lock.release, lock)
                 connection = database.open_for_writing(path, header or {})
                 undo.enter_context(contextlib.closing(connection))
-                opened = cls(path, connection, file, durability)
+                opened = cls(path, connection, lock, durability)
                 opened._check_end()
                 opened._begin_checkpoints()
             except sqlite3.Error as error:
@@ -107,12 +104,7 @@ class RecordFile(RecordReader):
         return self._last
 
     def append(self, kind: str, agent: str, at_ns: int, body: bytes) -> int:
-        """Buffer one record for the next `commit`, and return its position.
-
-        Raises:
-            ValueError: `at_ns` is not a signed number of 64 bits.
-            TypeError: `body` is not bytes.
-        """
+        """Buffer one record for the next `commit`, and return its position. Raises ValueError or TypeError."""
         if not -(1 << 63) <= at_ns < 1 << 63:
             raise ValueError(f"at_ns is nanoseconds since 1970, a signed number of 64 bits: {at_ns}")
         position = self._next
@@ -125,16 +117,13 @@ class RecordFile(RecordReader):
         position = self._next - 1
         self._pending_marks.append((position, at_ns, checksum(position, at_ns, MARK, "", body), body))
 
-    def commit(self, *, wait: bool = True) -> int:
+    def commit(self) -> int:
         """Write all buffered records as one group, and return the position of the last committed record.
 
         If it raises, nothing of the group is in the file, and all of it is still buffered.
 
-        Args:
-            wait: Wait some seconds for another program that has the file locked.
-
         Raises:
-            LogLocked: Another program has the file locked. Try again.
+            LogLocked: Another program has had the file locked for some seconds. Try again.
             LogFull: Try again once there is space.
             LogError: After a failed flush, every later call raises it too: the system forgets what it could not write,
                 so a later flush would succeed and prove nothing. The same once another program has deleted, replaced
@@ -142,13 +131,9 @@ class RecordFile(RecordReader):
         """
         with self._committing:
             self._check()
-            if wait is not self._waits:
-                self._connection.execute(f"PRAGMA busy_timeout = {1000 * BUSY_S if wait else 0}")
-                self._waits = wait
             if self._writing:
                 self._note_written()
-            marks = self._pending_marks[:]  # taken first: `append` may add more meanwhile
-            group = self._pending[:]
+            group, marks = self._pending[:], self._pending_marks[:]
             if group or marks or self._dropped_before:
                 self._write(group, marks)
             return self._last
@@ -189,7 +174,7 @@ class RecordFile(RecordReader):
                 self._checkpointer.close()
             self._tidy_up()
             super().close()
-            writer_lock.release(self._file)
+            writer_lock.release(self._lock)
 
     def _tidy_up(self) -> None:
         """Leave a single file. Not if there is another in its place: what lies beside it belongs to that one."""

@@ -32,10 +32,9 @@ from typing import Final, Self
 from msgspec import Struct
 
 from schemas.errors import LogCorrupt, LogError
-from schemas.storage import database, writer_lock
+from schemas.storage import database
 from schemas.storage.database import OWN_KEYS
 from schemas.storage.filesystems import check_regular
-from schemas.storage.writer_lock import FileId
 
 MARK: Final = "mark"
 PAGE_RECORDS: Final = 256
@@ -52,11 +51,8 @@ class Record(Struct, frozen=True, gc=False):
     """One record.
 
     Attributes:
-        position: Counted from 1, given by `append`.
         at_ns: Wall clock, nanoseconds since 1970; negative where a clock was never set.
-        kind: What the body holds.
         agent: Agent that the record is about; '' for the bus.
-        body: Encoded message.
     """
 
     position: int
@@ -67,13 +63,7 @@ class Record(Struct, frozen=True, gc=False):
 
 
 class MarkRecord(Struct, frozen=True, gc=False):
-    """One mark.
-
-    Attributes:
-        position: Of the record before it; 0 before all records.
-        at_ns: Wall clock.
-        body: Encoded state.
-    """
+    """One mark. Its position is that of the record before it, 0 before all records."""
 
     position: int
     at_ns: int
@@ -92,10 +82,9 @@ class RecordReader:
     the file can't be read.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, file: FileId) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self._connection = connection
-        self._file = file
         self._closed = False
 
     @classmethod
@@ -104,18 +93,13 @@ class RecordReader:
         path = Path(path)
         check_regular(path, "record file")
         try:
-            file = writer_lock.connect(path)
-        except OSError:
-            raise LogError(f"{path}: no such file, or it can't be reached") from None
-        try:
             if path.stat().st_size == 0:
                 raise LogCorrupt(f"{path}: is empty, and so no record file of rolloutctl")
-            return cls(path, database.open_for_reading(path), file)
-        except BaseException as error:
-            writer_lock.disconnect(file)
-            if isinstance(error, sqlite3.Error):
-                raise database.translate(path, error, 0) from error
-            raise
+            return cls(path, database.open_for_reading(path))
+        except OSError:
+            raise LogError(f"{path}: no such file, or it can't be reached") from None
+        except sqlite3.Error as error:
+            raise database.translate(path, error, 0) from error
 
     @property
     def header(self) -> dict[str, str]:
@@ -153,8 +137,7 @@ class RecordReader:
     def records(self, start: int = 1) -> Iterator[Record]:
         """Yield committed records from `start` on, including those committed meanwhile. Each one is checked.
 
-        Raises:
-            LogCorrupt: After all records before the first one that is damaged or missing.
+        Raises LogCorrupt at the first that is damaged or missing.
         """
         expected = max(start, self.first_position)
         while True:
@@ -202,7 +185,6 @@ class RecordReader:
         if not self._closed:
             self._closed = True
             self._connection.close()
-            writer_lock.disconnect(self._file)
 
     def __enter__(self) -> Self:
         return self

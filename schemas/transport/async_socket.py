@@ -77,7 +77,6 @@ class AsyncZmqSocket:
         listens: It is bound, and a fork of this process must not keep its address in use.
 
     Attributes:
-        address: As given.
         safety_polls: How often the safety poll found something that no edge had announced. Must stay 0.
     """
 
@@ -116,9 +115,6 @@ class AsyncZmqSocket:
 
     async def serve(self, receive: Callable[[list[bytes]], None]) -> None:
         """Pass the frames of each message to `receive`, in order, until cancelled. No `recv` beside it.
-
-        Args:
-            receive: Called in the loop.
 
         Raises:
             ClosedResourceError: The socket was closed.
@@ -209,8 +205,7 @@ class AsyncZmqSocket:
     async def send(self, frames: Sequence[bytes]) -> None:
         """Queue one message; wait while the queue is full or no peer is connected.
 
-        Raises:
-            BusError: This is a ROUTER, where one slow peer would block all others. Use `send_nowait`.
+        Raises BusError on a ROUTER, where one slow peer would block all others.
         """
         if self._is_router:
             raise BusError("a router does not wait for one slow peer: use send_nowait and check its result")
@@ -277,9 +272,6 @@ class AsyncZmqSocket:
         """Close, and wake all waiters. May be called twice.
 
         libzmq's thread frees a bound address a moment later; until then binding it again raises AddressInUse.
-
-        Args:
-            linger_ms: Time to deliver what is queued; None for that of the socket.
         """
         if self._closed:
             return

@@ -34,12 +34,7 @@ CONNECTION_S: Final = 10.0
 
 
 class TableCollector(Collector, ABC):
-    """Families that are read at each scrape, and others that were counted before. May be scraped from any thread.
-
-    Args:
-        table: What is read.
-        counted: Metrics of `prometheus_client`, in no registry.
-    """
+    """Families that are read at each scrape, and others that were counted before. May be scraped from any thread."""
 
     def __init__(self, table: Table, counted: Iterable[MetricWrapperBase]) -> None:
         self._table, self._counted = table, tuple(counted)
@@ -71,7 +66,7 @@ class TableCollector(Collector, ABC):
 
 
 def serve_metrics(collector: Collector, address: str) -> tuple[str, Callable[[], object]]:
-    """Serve a collector over HTTP, in a thread that ends with the process.
+    """Serve a collector over HTTP, in a thread that ends with the process. Raises ConfigError.
 
     Args:
         collector: Of the metrics.
@@ -79,9 +74,6 @@ def serve_metrics(collector: Collector, address: str) -> tuple[str, Callable[[],
 
     Returns:
         Where it is served, and what ends it.
-
-    Raises:
-        ConfigError: It is not an address, or can't be bound.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]") or LOOPBACK

@@ -36,7 +36,6 @@ class HandshakeFailure(NamedTuple):
     """A connection that failed.
 
     Attributes:
-        reason: What it means, and what to do.
         reached: A socket listens there.
     """
 
@@ -81,10 +80,7 @@ class DialledSocket(AsyncZmqSocket):
     async def refusal(self) -> HandshakeFailure | None:
         """Return None when the connection is open, or why it is not, as soon as either is known.
 
-        An unwatched socket returns None at once.
-
-        Raises:
-            ClosedResourceError: The socket was closed.
+        An unwatched socket returns None at once. Raises ClosedResourceError.
         """
         while self._monitor is not None:
             event = int(parse_monitor_message(await self._monitor.recv())["event"])

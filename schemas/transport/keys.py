@@ -68,7 +68,6 @@ class PeerKeys(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         name: Of the key, for messages to people.
-        pair: The peer's own pair.
         servers: Public keys of the bus that it trusts: the one in use, and the next while it is being replaced.
     """
 
@@ -85,12 +84,7 @@ class Credentials(NamedTuple):
 
 
 class KeySource:
-    """Where a peer's keys come from. A file is read again when it has changed, so that a peer gets new keys as it runs.
-
-    Args:
-        path: The key file; None if the keys can't change.
-        keys: What it holds.
-    """
+    """Where a peer's keys come from: a file, which is read again when it has changed, or what was given once."""
 
     def __init__(self, path: Path | None, keys: PeerKeys) -> None:
         self._path, self._keys = path, keys
@@ -167,13 +161,7 @@ def is_key(text: str) -> bool:
 
 
 def read_struct(path: Path, kind: type[T], *, secret: bool) -> T:
-    """Read a small JSON file. Raises KeyFileError, whose text never has the content.
-
-    Args:
-        path: The file.
-        kind: What it must hold.
-        secret: Refuse it if others can read it. If others can write it, it is refused anyway.
-    """
+    """Read a small JSON file; a `secret` one only if others can't. Raises KeyFileError, without any of the content."""
     try:
         # O_NONBLOCK: a pipe of that name must not stop the reader.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -195,9 +183,7 @@ def read_struct(path: Path, kind: type[T], *, secret: bool) -> T:
 def write_private(path: Path, value: Struct, *, replace: bool = False) -> None:
     """Write a JSON file that its owner alone can read, from its first byte, and that appears complete.
 
-    Raises:
-        FileExistsError: It is there, and not to be replaced.
-        OSError: It can't be written.
+    Raises OSError.
     """
     make_private_folder(path.parent)
     with atomic_write(path, force=replace) as file:

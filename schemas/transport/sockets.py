@@ -50,16 +50,13 @@ def bus_publisher(
 
     A stalled reader must not slow the others down, so the socket drops its messages at EVENTS_QUEUED_MAX. `recv`
     returns one frame per change of a subscription, b"\\x01topic" or b"\\x00topic". Read them, or they accumulate.
+    Raises AddressInUse or BusAddressError.
 
     Args:
         context: ZeroMQ context.
         address: `tcp://127.0.0.1:0` lets the system choose a port; the result is in `.address`.
         insecure: Allow an address that other machines can reach, without keys.
         pair: Key of the bus. Then only peers come in that a ZAP handler of the context lets in.
-
-    Raises:
-        AddressInUse: Another process listens there.
-        BusAddressError: Not an address, or one that needs keys.
     """
     sock = context.socket(zmq.XPUB)
     sock.set(zmq.XPUB_VERBOSER, 1)

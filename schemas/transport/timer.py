@@ -15,9 +15,6 @@ class Timer:
     """Fires at or before the moment that was set: the callee checks the clock, and sets the next moment.
 
     `serve` does it, until cancelled. That wakes no task, and to set a later moment costs nothing.
-
-    Args:
-        on_due: Called in the loop.
     """
 
     def __init__(self, on_due: Callable[[], None]) -> None:

@@ -63,8 +63,8 @@ def test_a_second_bus_on_the_same_log_is_refused_whatever_its_name(
     with ControlPlane(ADDRESS, log=log) as plane:
         link(log, name)
         for _ in range(rounds):
-            assert second_bus(name).startswith("LogLocked")
-            with pytest.raises(LogLocked, match=r"name\.db: another writer has this file open"):
+            assert second_bus(name).startswith("LogLocked" if link is os.symlink else "LogError")
+            with pytest.raises(LogError, match=r"name\.db: (another writer has this file open|.* 2 names)"):
                 RunLog.open(name)
             plane.flush().wait(10)
     assert list(RunLog.read(log))[-1].kind == "closed"
@@ -100,9 +100,7 @@ def test_a_refused_or_closed_writer_leaves_the_locks_of_readers_in_its_process(t
         assert locks(path) == before
         reader = RecordReader.open(path)
         assert next(reader.records()).position == 1
-    # The writer is gone, and its descriptor stays open until the reader is gone too.
-    held = locks(path)
-    assert held
+    assert locks(path), "the reader's"
     with RecordFile.open(path) as file:
         reader.close()
         assert locks(path)

@@ -35,6 +35,7 @@ def never_blocking() -> Iterator[BlockBuster]:
             if name.startswith("sqlite3."):  # only `schemas.storage` speaks to it
                 function.deactivate()
         guard.functions["os.stat"].can_block_in("schemas/storage/writer_lock.py", {"change", "note"})
+        guard.functions["os.unlink"].can_block_in("schemas/storage/writer_lock.py", {"release"})  # as SQLite does then
         guard.functions["os.listdir"].can_block_in("controlplane/bus/descriptors.py", {"_open_now"})  # /proc is no disk
         yield guard
 

@@ -25,6 +25,7 @@ from schemas.errors import ConfigError
 from schemas.events import Observation
 from schemas.identity import Identity, RolloutMode
 from tests.engines.http_servers import HttpServer
+from tests.engines.observed_tiny import ObservedTiny
 from tests.running import typed
 from tests.waiting import until
 from workers.agent import Agent
@@ -35,7 +36,6 @@ from workers.engines.sglang.server import ROUTES as SGLANG_ROUTES
 from workers.engines.sglang.server import SGLangReader
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
-from workers.engines.tiny.observed import ObservedTiny
 from workers.engines.vllm.launch import VLLM
 from workers.engines.vllm.server import ROUTES as VLLM_ROUTES
 from workers.engines.vllm.server import VLLMReader
@@ -212,7 +212,7 @@ async def test_a_reader_has_no_way_to_call(reader: type[SGLangReader | VLLMReade
 
 
 def test_a_view_offers_nothing_but_to_look(tmp_path: Path) -> None:
-    for engine in (view("vllm", "http://h:1"), ObservedTiny("ipc:///tmp/e")):
+    for engine in (view("vllm", "http://h:1"), view("sglang", "http://h:1")):
         assert {name for name in dir(engine) if not name.startswith("_")} - {"current_launch"} == {
             *("open", "observe", "close")
         }

@@ -198,49 +198,6 @@ async def test_nothing_is_left_when_agent_and_guard_are_killed_together(tmp_path
         await gone([*processes, *guards])
 
 
-PAUSE = "import signal; signal.pause()"
-
-
-def bystander(log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    with log.open("ab") as out:
-        return subprocess.Popen(python(PAUSE), stdout=out, env=environment, start_new_session=True)
-
-
-async def test_what_outlived_all_that_watched_it_is_ended_by_the_next_launch_and_nothing_else_is(
-    servers: Servers,
-) -> None:
-    """A trainer may log to the same file, and vLLM's processes have no environment that can be read."""
-    leaving = """
-import os, signal, subprocess, sys
-quiet = [sys.executable, "-c", "import signal; signal.pause()"]
-apart = dict(start_new_session=True)
-left = [subprocess.Popen(quiet, **options) for options in ({}, dict(env={}), apart, dict(env={}, **apart))]
-os.write(1, b"left %d %d %d %d\\n" % tuple(process.pid for process in left))
-signal.pause()
-"""
-    same_path = {**os.environ, guard.LOG_VARIABLE: f"1:2:{servers.folder / 'server.log'}"}
-    others = [bystander(servers.folder / "server.log", environment) for environment in ({}, same_path)]
-    try:
-        async with agent_process(servers.folder, leaving, "alone") as (agent, report):
-            left = [psutil.Process(int(pid)) for pid in report["last_line"].split()[1:]]
-            server = psutil.Process(report["pid"])
-            guards = [guard_of(server), guard_of(guard_of(server))]
-            for process in guards:  # so that none of them sees the end of another
-                process.suspend()
-            agent.kill()
-            for process in guards:
-                process.kill()
-            await gone([server])
-        assert all(lives(process) for process in left)
-        await servers.up(QUIET)
-        assert not any(lives(process) for process in left)
-        assert all(process.poll() is None for process in others)
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-
-
 async def test_a_full_disk_under_the_log_stops_no_restart(servers: Servers) -> None:
     server = servers("import signal; signal.pause()")
     server.start()

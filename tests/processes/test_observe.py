@@ -27,6 +27,7 @@ from tests.running import rolloutctl, started, typed
 from tests.waiting import wait_until
 from workers.engines.tiny.engine import TinyEngine
 
+VIEW = "tests.engines.observed_tiny:ObservedTiny"
 OBSERVE = ("-m", "controlplane.cli", "observe", "--address", "tcp://127.0.0.1:0", "--log")
 
 
@@ -55,7 +56,7 @@ def state_of(engine: TinyEngine) -> tuple[Any, ...]:
 
 
 def agent(bus: str, folder: Path, *options: object) -> list[str]:
-    words = ["agent", "--bus", bus, "--replica", 0, "--engine", "tiny", "--state-dir", folder / "state", *options]
+    words = ["agent", "--bus", bus, "--replica", 0, "--state-dir", folder / "state", *options]
     return ["-m", "controlplane.cli", *map(str, words)]
 
 
@@ -88,7 +89,7 @@ def test_an_engine_is_the_same_whoever_looks_and_however_that_ends(engine: TinyE
         killed = ""
         for ended_by in (signal.SIGKILL, signal.SIGTERM):
             looker = subprocess.Popen(
-                [sys.executable, *agent(address, tmp_path, "--observe", "--url", front(tmp_path))],
+                [sys.executable, *agent(address, tmp_path, "--observe", "--engine", VIEW, "--url", front(tmp_path))],
                 stderr=subprocess.DEVNULL,
             )
             try:
@@ -101,7 +102,9 @@ def test_an_engine_is_the_same_whoever_looks_and_however_that_ends(engine: TinyE
             assert state_of(engine) == before
         wait_until(lambda: onlooker(address, "left") == killed)
 
-        commanding = rolloutctl(*agent(address, tmp_path / "other", "--serve", f"{front(tmp_path)}-2")[2:])
+        commanding = rolloutctl(
+            *agent(address, tmp_path / "other", "--engine", "tiny", "--serve", f"{front(tmp_path)}-2")[2:]
+        )
         assert commanding.returncode == 3
         assert "this bus only observes, and agent 0.0 would command its engine" in commanding.stderr
         asked = typed("resume", "--bus", address)
@@ -122,13 +125,13 @@ def test_an_engine_is_the_same_whoever_looks_and_however_that_ends(engine: TinyE
         (("--router", "http://h:1"), "--observe does not go with --router"),
         (("--traces", "t"), "--observe does not go with --traces"),
         (("--", "python"), "--observe does not go with a server's command"),
-        (("--url", "http://h:1"), "--url http://h:1: a tiny engine is reached at ipc://PATH"),
-        ((), "--engine tiny on node rank 0 needs --url of its server, ipc://PATH"),
+        ((), "--engine vllm on node rank 0 needs --url of its server, http://HOST:PORT"),
     ],
 )
 def test_options_that_are_about_commands_are_refused(tmp_path: Path, options: tuple[str, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
-        agent_command.main(agent("tcp://127.0.0.1:1", tmp_path, "--observe", *options)[3:], standalone_mode=False)
+        words = agent("tcp://127.0.0.1:1", tmp_path, "--observe", "--engine", "vllm", *options)
+        agent_command.main(words[3:], standalone_mode=False)
 
 
 def test_a_bus_that_observes_serves_metrics_where_it_says(tmp_path: Path) -> None:

@@ -19,8 +19,6 @@ import torch  # noqa: F401
 import trio  # noqa: F401, which httpcore imports
 import zmq  # noqa: F401
 
-from schemas.storage import writer_lock  # noqa: F401, packs a struct of the kernel, which is Linux's here
-
 LINUX_ONLY = {
     os: ("eventfd", "pidfd_open", "pipe2", "fdatasync", "sched_", "posix_fadvise", "posix_fallocate", "memfd_create",
          "copy_file_range", "splice", "getrandom", "EFD_", "O_TMPFILE", "O_DIRECT", "MFD_", "setns", "unshare"),

@@ -154,7 +154,7 @@ def locked(log: Path) -> Iterator[None]:
 def held_up(plane: ControlPlane, timeout: float) -> Ticket[Report]:
     """Publish a command whose turn can't write to the log."""
     ticket = plane.flush(timeout=timeout)
-    wait_until(lambda: plane.bus._under_way is not None)
+    wait_until(lambda: bool(plane.bus.clock.hold_up))
     return ticket
 
 

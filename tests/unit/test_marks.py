@@ -156,14 +156,12 @@ def coordinator_event(entry: LogEntry) -> CoordinatorEvent:
 # --- replay, verify, damage -------------------------------------------------------------------------------------------
 
 
-def test_replay_and_verify_compare_every_mark(tmp_path: Path) -> None:
+def test_replay_compares_every_mark(tmp_path: Path) -> None:
     path = write(tmp_path / "run.db")
     count = len(marks(path))
     replayed = replay_log(RunLog.walk(path))
     assert replayed.marks == count
     assert replayed.compared == replayed.records == len(list(RunLog.read(path)))
-    verified = typed("log", "verify", path)
-    assert verified.returncode == 0 and f"{count} marks compared, no violations" in verified.stdout
 
 
 @pytest.mark.parametrize("what", ["state", "recorded"])
@@ -179,8 +177,6 @@ def test_a_mark_that_differs_from_the_records_is_found(tmp_path: Path, what: str
     rewrite(path, mark.position, decode_mark(body))
     with pytest.raises(ReplayDiffers, match=f"the mark after record {mark.position} has another"):
         replay_log(RunLog.walk(path))
-    verified = typed("log", "verify", path)
-    assert verified.returncode == 1 and f"the mark after record {mark.position} has another" in verified.stdout
 
 
 @pytest.mark.parametrize("what", ["checksum", "body", "other logic", "unknown state"])
@@ -200,7 +196,7 @@ def test_a_log_opens_without_a_mark_that_cannot_be_used(tmp_path: Path, what: st
     with RunLog.open(path) as log:
         assert log.folded == last - before.position
     verified = typed("log", "verify", path)
-    assert verified.returncode == (0 if what == "other logic" else 1)
+    assert verified.returncode == (1 if what in ("checksum", "body") else 0)
     if what in ("checksum", "body"):
         assert f"the mark after record {newest.position} does not match its checksum" in verified.stdout
         assert f"{len(list(RunLog.read(path)))} decisions read" in verified.stdout

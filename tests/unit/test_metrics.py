@@ -24,12 +24,13 @@ from prometheus_client.registry import Collector
 
 from controlplane import ControlPlane
 from controlplane.cli.agent import agent as agent_command
-from controlplane.metrics import KINDS, PHASES, BusCollector, kind_of
+from controlplane.metrics import KINDS, PHASES, BusCollector
 from schemas.commands import (
     AdapterDrop,
     AdapterSync,
     AdapterVersion,
     Checkpoint,
+    Command,
     EngineCommand,
     EpochStart,
     Manifest,
@@ -37,6 +38,7 @@ from schemas.commands import (
     WeightSync,
 )
 from schemas.errors import BusClosed, BusFaulted, CommandError, ConfigError, EngineError, ExtraMissing, LogError
+from schemas.formatting import command_kind
 from schemas.identity import Identity
 from schemas.transport import exposition
 from schemas.transport.exposition import serve_metrics
@@ -184,13 +186,13 @@ def test_every_command_has_a_kind_that_begins_at_zero() -> None:
         get_args(get_type_hints(command)[field])
         for command, field in ((ProfileCommand, "action"), (WeightSync, "phase"), (EngineCommand, "operation"))
     )
-    kinds = [kind_of(ProfileCommand(action=action, step=0)) for action in actions]
-    kinds += [kind_of(EngineCommand(operation=operation)) for operation in operations]
-    kinds += [kind_of(EpochStart(previous_epoch=0, logic=1)), kind_of(AdapterDrop(name="policy"))]
-    kinds += [
-        kind_of(AdapterSync(phase=phase, adapter=AdapterVersion(name="policy", version=1, path="p")))
-        for phase in phases
+    commands: list[Command] = [
+        *(ProfileCommand(action=action, step=0) for action in actions),
+        *(EngineCommand(operation=operation) for operation in operations),
+        *(AdapterSync(phase=phase, adapter=AdapterVersion(name="policy", version=1, path="p")) for phase in phases),
+        *(EpochStart(previous_epoch=0, logic=1), AdapterDrop(name="policy")),
     ]
+    kinds = [command_kind(command).replace(" ", "_") for command in commands]
     assert (sorted(kinds), phases) == (sorted(KINDS), PHASES)
 
 

@@ -120,7 +120,7 @@ def test_only_the_owner_can_read_the_folder_and_its_files(path: Path) -> None:
     finally:
         os.umask(before)
     assert path.parent.stat().st_mode & 0o777 == 0o700
-    assert set(modes) == {path.name + end for end in ("", "-wal", "-shm")}
+    assert set(modes) == {path.name + end for end in ("", "-wal", "-shm", "-lock")}
     assert set(modes.values()) == {0o600}
 
 
@@ -258,7 +258,7 @@ def test_a_file_whose_records_are_committed_closes_though_another_program_has_lo
     file = RecordFile.open(path)
     fill(file, 10)
     append(file, record(11))
-    file.commit(wait=False)
+    file.commit()
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     file.close()
@@ -448,7 +448,7 @@ def test_a_log_that_is_too_long_keeps_commits_out_while_its_rest_is_copied(
     def copy_beside_commits(self: Checkpointer) -> tuple[int, int]:
         kept_out.append(self._committing.locked())
         found = copy(self)
-        if not kept_out[-1]:
+        if len(kept_out) == 1:  # the commit that began this checkpoint may not have returned yet
             file.append("k", "", 1, bytes(128 * 1024))
             file.commit()
         return found
@@ -457,7 +457,7 @@ def test_a_log_that_is_too_long_keeps_commits_out_while_its_rest_is_copied(
         monkeypatch.setattr(Checkpointer, "_copy", copy_beside_commits)
         fill_until_checkpoint(file)
         first, second = checkpoints.get(), checkpoints.get()
-        assert kept_out == [False, True]
+        assert kept_out[1:] == [True]
         assert second[0] > first[0] and second[1] == second[0]
 
 

@@ -156,9 +156,9 @@ async def test_what_py_spy_can_not_do_is_said(tmp_path: Path, monkeypatch: pytes
     spy.write_text("#!/bin/sh\nexec sleep 100\n")
     monkeypatch.setattr(stacks, "DUMP_S", 0.1)
     assert (await dumps.dump(tmp_path, "0.0", "load")).endswith("not done within 0.1 s.")
-    spy.write_text("#!/bin/sh\nyes 'frame of a deep recursion'\n")
+    spy.write_text("#!/bin/sh\nyes 'frame of a deep recursion' | head -1000\n")
     monkeypatch.setattr(stacks, "DUMP_S", 60.0)
-    monkeypatch.setattr(stacks, "PROCESS_BYTES", 10_000)
+    monkeypatch.setattr(stacks, "PROCESS_CHARACTERS", 10_000)
     note = await dumps.dump(tmp_path, "0.0", "load")
     (file,) = files(tmp_path)
     assert str(file) in note and file.stat().st_size < 11_000

@@ -78,18 +78,16 @@ def test_every_recorded_run_gives_a_timeline(recorded: Path, tmp_path: Path) -> 
     assert [event for event in events if event["ph"] == "C"]
 
 
-def test_agents_without_clock_estimates_are_placed_by_their_commands(written: Written) -> None:
+def test_agents_without_clock_estimates_are_placed_by_when_the_bus_heard_of_them(written: Written) -> None:
     peer = written.joins(PRIMARY)
     for i in range(20):
         written.commands(peer, 100 + 10 * i + i / 7, 4, FLUSHED)
     drawn, events = checked_timeline(written.close())
     (line,) = drawn.clocks
-    assert (line.offset_ns, line.estimates) == (None, 0)
-    assert line.error_ns is not None and line.error_ns < 2 * MS
-    assert str(line).startswith("agent 0.0: clock offset unknown; events placed by commands and answers, ± ")
+    assert (line.offset_ns, line.error_ns, line.estimates) == (None, None, 0)
+    assert str(line) == "agent 0.0: clock offset unknown; events placed by when the bus heard of them"
     for issued, decided in zip(slices(events, "bus", "commands"), slices(events, "agent 0.0", "commands"), strict=True):
-        true_us = issued["ts"] + 1000  # the agent receives a quarter of 4 ms after
-        assert abs(decided["ts"] - true_us) <= line.error_ns / 1000 + 1000
+        assert 0 <= decided["ts"] - issued["ts"] <= 600_000  # half a second until the upload
 
 
 def test_an_answer_sent_again_does_not_move_the_first(written: Written) -> None:
@@ -98,8 +96,7 @@ def test_an_answer_sent_again_does_not_move_the_first(written: Written) -> None:
     again = CommandReceived(at_ms=written.zero_ms + 9_000, epoch=1, origin=1, seq=1, ttl_ms=1, command=FLUSH)
     written.decides("0.0", again, Answer(epoch=1, seq=1, outcome=FLUSHED, rule=2))
     drawn, events = checked_timeline(written.close())
-    assert drawn.clocks[0].error_ns is not None and drawn.clocks[0].error_ns < 3 * MS
-    assert abs(slices(events, "agent 0.0", "commands")[0]["ts"] - 100_000) < 3_000  # the agent joined at 1 ms
+    assert abs(slices(events, "agent 0.0", "commands")[0]["ts"] - 600_000) < 5_000  # the agent joined at 1 ms
     assert drawn.warnings == ()
 
 

@@ -55,10 +55,6 @@ def adapter_path(root: Path, path: str) -> Path:
     """Return where an engine gets the adapter of a command. Raises CheckpointError.
 
     An engine is given the path as the command has it, below the resolved root, since that is what it will list.
-
-    Args:
-        root: The checkpoint root.
-        path: Of the command.
     """
     base = root.resolve()
     place = resolve_below(base, path)
@@ -75,17 +71,7 @@ def adapter_path(root: Path, path: str) -> Path:
 def checked_adapter(
     root: Path, adapter: AdapterVersion, layout: Mapping[str, TensorSpec] | None, limits: LoRALimits
 ) -> Path:
-    """Return the directory of a version, after checking all of it.
-
-    Args:
-        root: The checkpoint root.
-        adapter: The version.
-        layout: The tensors of the base model; None if they can't be read here.
-        limits: What the engine was launched for.
-
-    Raises:
-        CheckpointError: The engine can't serve it.
-    """
+    """Return the directory of a version, after checking all of it. Raises CheckpointError."""
     directory = adapter_path(root, adapter.path)
     files = [file.name for file in safetensors_files(directory)]
     if files != [WEIGHTS]:

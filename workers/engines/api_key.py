@@ -13,8 +13,7 @@ KEY_VARIABLE: Final = "ROLLOUTCTL_ENGINE_API_KEY"
 def api_key(file: Path | None = None, variable: str = KEY_VARIABLE) -> str | None:
     """Return the key in `file`, else in the file that `<variable>_FILE` names, else in `variable`, else None.
 
-    Raises:
-        ConfigError: The file can't be read, or holds no key.
+    Raises ConfigError.
     """
     named = os.environ.get(f"{variable}_FILE")
     file = file or (Path(named) if named else None)

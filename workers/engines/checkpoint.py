@@ -71,7 +71,7 @@ class SourceChecker:
         self._checked: _Checked | None = None
 
     def check(self, source: EngineSource, manifest: Manifest | None, model: str | None, identity: Identity) -> None:
-        """Check that the engine may load the source.
+        """Check that the engine may load the source. Raises CheckpointError.
 
         Args:
             source: Where the weights are.
@@ -80,9 +80,6 @@ class SourceChecker:
                 can't read it (a name on a hub), only a manifest reveals a wrong model: a checkpoint then needs one, and
                 nothing can be broadcast.
             identity: The place of this agent.
-
-        Raises:
-            CheckpointError: It may not.
         """
         if isinstance(source, Checkpoint):
             self.checked_directory(source, manifest, model)
@@ -141,9 +138,6 @@ class SourceChecker:
 
         Some engines report the path that they loaded last, which may be deleted by now. Then what was read earlier
         still holds, because no load changes the model.
-
-        Args:
-            model: Path that the engine was launched from.
         """
         if model is not None and self._launched[0] != model and Path(model).is_dir():
             with suppress(CheckpointError):

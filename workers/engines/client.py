@@ -10,10 +10,8 @@ from math import prod
 from typing import Final, Protocol
 
 from schemas.errors import EngineError, RefusedError
-from schemas.identity import NUMBER_MAX
+from schemas.identity import LAUNCH_LABEL, NUMBER_MAX
 
-LAUNCH_LABEL: Final = "default"
-"""How SGLang and vLLM label the weights of their launch."""
 RETRY_S: Final = 0.25
 """Seconds before asking again for something that the engine refuses only for the moment."""
 
@@ -26,7 +24,6 @@ class CallRefused(EngineError):
 
     Attributes:
         status: HTTP status; None in process.
-        body: The engine's own message.
     """
 
     def __init__(self, message: str, status: int | None, body: str) -> None:
@@ -42,8 +39,7 @@ class CallNotBegun(CallRefused, RefusedError):
 def begun() -> Iterator[None]:
     """Hold the further requests of a call that has touched the engine: what is refused here is no refusal of the call.
 
-    Raises:
-        EngineError: A request was refused.
+    Raises EngineError.
     """
     try:
         yield

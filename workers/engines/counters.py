@@ -10,12 +10,7 @@ _UNDER_WAY: Final = ("sglang:num_running_reqs", "sglang:num_queue_reqs")
 
 
 class CounterNames(NamedTuple):
-    """Metrics of one kind of engine.
-
-    Attributes:
-        running: Requests that are being generated.
-        generated: Counts that grow while it generates.
-    """
+    """Metrics of one kind of engine."""
 
     running: str
     generated: tuple[str, ...]
@@ -38,9 +33,6 @@ def adapters_in_use(text: str) -> frozenset[str] | None:
     """Return the adapters that requests of a vLLM engine run on or wait for; None if it does not count them.
 
     It writes one sample for each set of names that it has ever seen, with the time at which it last saw that set.
-
-    Args:
-        text: Its `/metrics`.
     """
     if f"# TYPE {_LORA_REQUESTS} " not in text:
         return None
@@ -52,9 +44,6 @@ def requests_under_way(text: str) -> int | None:
     """Return the requests of an SGLang engine, whatever they run on; None if it does not count them.
 
     Its scheduler counts a request once a part of it was computed, and its server until the answer begins.
-
-    Args:
-        text: Its `/metrics`.
     """
     scheduled = _sum(text, _UNDER_WAY)
     served = [value for labels, value in _samples(text, "sglang:http_requests_active") if 'method="POST"' in labels]

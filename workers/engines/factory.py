@@ -82,27 +82,21 @@ def make_engine(name: str, options: EngineOptions) -> Engine:
 def make_observer(name: str, options: EngineOptions) -> EngineView:
     """Return the engine of that name for an agent that only observes.
 
-    Ours come without the calls that change an engine. Of a user's own backend such an agent calls `open`,
-    `observe` and `close` alone.
-
-    Raises:
-        ConfigError: As `make_engine` does, or it needs an address.
+    Those of servers come without the calls that change an engine. Of any other backend such an agent calls `open`,
+    `observe` and `close` alone. Raises ConfigError.
     """
-    if name not in OURS:
+    if name not in ("sglang", "vllm"):
         return make_engine(name, options)
     from workers.engines.observed import ObservedEngine
     from workers.engines.sglang.launch import SGLANG
     from workers.engines.sglang.server import SGLangReader
-    from workers.engines.tiny.observed import ObservedTiny
     from workers.engines.vllm.launch import VLLM
     from workers.engines.vllm.server import VLLMReader
 
     identity, url, key, root = options.identity, _url(name, options), api_key(options.key_file), options.checkpoints
     if name == "vllm":
         return ObservedEngine(VLLM, identity, VLLMReader(url, key) if url else None, checkpoints=root)
-    if name == "sglang":
-        return ObservedEngine(SGLANG, identity, SGLangReader(url, key) if url else None, checkpoints=root)
-    return ObservedTiny(url)
+    return ObservedEngine(SGLANG, identity, SGLangReader(url, key) if url else None, checkpoints=root)
 
 
 def _faults(engine: object) -> Iterator[str]:
@@ -122,8 +116,7 @@ def _faults(engine: object) -> Iterator[str]:
 
 def _url(name: str, options: EngineOptions) -> str | None:
     if options.url is None and options.identity.node_rank == 0:
-        example = "ipc://PATH" if name == "tiny" else "http://HOST:PORT"
-        raise ConfigError(f"--engine {name} on node rank 0 needs --url of its server, {example}.")
+        raise ConfigError(f"--engine {name} on node rank 0 needs --url of its server, http://HOST:PORT.")
     return options.url
 
 

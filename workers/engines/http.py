@@ -69,7 +69,6 @@ class Route(NamedTuple):
         renamed: The server's names of arguments, where they differ.
         repeatable: Idempotent, so it may be retried.
         undeclared: Parameters that the server reads but does not list in its openapi.json.
-        timeout_s: Seconds to wait for the answer; None to wait without limit.
         unlisted: The server may have it without listing it in its openapi.json.
     """
 
@@ -91,14 +90,13 @@ class _AnswerRefused(Exception):
 class HttpReader:
     """An `EngineReader` of one server. It sends GET requests, and those only to the paths that it is given.
 
+    Raises ConfigError.
+
     Args:
         url: http://HOST:PORT.
         routes: The engine's methods by name. A reader leaves out those that are no GET.
         info_path: Path of the launch settings; 404 there means that this node has no front end.
         key: Sent as a bearer token.
-
-    Raises:
-        ConfigError: The URL can't be used.
     """
 
     def __init__(self, url: str, routes: Mapping[str, Route], *, info_path: str, key: str | None = None) -> None:
@@ -266,16 +264,7 @@ class HttpClient(HttpReader):
 
 
 def base_url(url: str, whose: str = "engine", variable: str = KEY_VARIABLE) -> str:
-    """Return the URL without a trailing slash.
-
-    Args:
-        url: What the user gave.
-        whose: Who listens at the URL, for the error.
-        variable: The environment variable for the key, for the error.
-
-    Raises:
-        ConfigError: It is not http(s)://HOST[:PORT], or contains credentials.
-    """
+    """Return the URL of `whose` server without a trailing slash. Its key is in `variable`. Raises ConfigError."""
     place = url.partition("://")[2].partition("/")[0]
     if "@" in place:
         host = place.rpartition("@")[2].partition(":")[0]

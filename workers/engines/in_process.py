@@ -40,12 +40,7 @@ _running: Final[set[Task[Any]]] = set()  # a loop holds its tasks only weakly
 
 
 class InProcessClient(ABC):
-    """The part of an `EngineClient` that both engines share: the event loop, and calls that run to their end.
-
-    Args:
-        engine: The engine's object.
-        requests: The module of its request classes; the engine's own by default.
-    """
+    """The part of an `EngineClient` that both engines share: the event loop, and calls that run to their end."""
 
     where: str
     _owner: str

@@ -30,7 +30,6 @@ class LoRALimits(Struct, frozen=True, kw_only=True):
     """What an engine was launched for, as far as it says. None where it does not.
 
     Attributes:
-        rank: Largest rank.
         loaded: Most adapters that it holds at once.
         modules: Last names of the modules that an adapter may change; None for all.
         refuses: Settings of `adapter_config.json` that this kind of engine does not serve; `target_modules` if they are
@@ -49,10 +48,7 @@ class Launch(Struct, frozen=True, kw_only=True):
     """How an engine was launched, as far as it reports that, and what follows for its operations.
 
     Attributes:
-        instance: Differs between two launches.
         node_rank: The front end's node; None if the engine does not count nodes.
-        nnodes: Nodes of the engine; None if it does not count them.
-        world: GPUs of the engine.
         missing: What the engine can't do, each operation with the reason and the remedy.
         load_format: How it read the weights of its launch; None if it does not say.
         recomputes: Frozen requests can lose their cache, and are computed anew when they continue.
@@ -82,12 +78,7 @@ LaunchT = TypeVar("LaunchT", bound=Launch)
 
 
 class EngineKind(NamedTuple, Generic[LaunchT]):
-    """What differs between kinds of engines.
-
-    Attributes:
-        read_launch: Reads the launch settings, and the methods that the engine has.
-        idempotent: See `Remedies`.
-    """
+    """What differs between kinds of engines."""
 
     name: str
     counters: CounterNames
@@ -273,15 +264,7 @@ async def at_once(*reads: Callable[[], Awaitable[Any]]) -> list[Any]:
 def require_configured(
     engine: str, identity: Identity, world: int | None, nnodes: int | None, node_rank: int | None
 ) -> None:
-    """Raise ConfigError if the engine reports another number than the agent was given. What it lacks is believed.
-
-    Args:
-        engine: Its name, for the error.
-        identity: The agent's place, with the numbers that it was given.
-        world: GPUs of the engine, as it reports them; None if it does not. Likewise the other numbers.
-        nnodes: Nodes of the engine.
-        node_rank: The front end's node.
-    """
+    """Raise ConfigError if the engine reports another number than the agent was given. What it lacks is believed."""
     given = f"--nnodes {identity.nnodes}, --gpus-per-node {identity.gpus_per_node}"
     for what, reported, configured in (
         ("GPUs", world, identity.nnodes * identity.gpus_per_node),

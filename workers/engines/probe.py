@@ -19,14 +19,7 @@ FOLLOWER_ROUTES = {"/ping", "/health", "/health_generate", "/metrics"}
 
 
 class Probed(Struct, frozen=True, kw_only=True):
-    """What was found.
-
-    Attributes:
-        world: GPUs of the engine.
-        weights: The engine's label of its weights.
-        has: Operations that it supports.
-        lacks: Operations that it does not support, each with the reason.
-    """
+    """What was found."""
 
     url: str
     kind: Literal["vllm", "sglang", "unknown"]

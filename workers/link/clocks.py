@@ -31,7 +31,6 @@ class Exchange(NamedTuple):
     """One request and its reply.
 
     Attributes:
-        at_ns: When the reply arrived, on the agent's monotonic clock.
         offset_ns: From that clock to the bus's wall clock.
         error_ns: Half of the round trip, without the time at the bus.
     """
@@ -50,11 +49,7 @@ class Exchange(NamedTuple):
 
 
 class Clocks:
-    """The clocks of one agent against those of one bus.
-
-    Attributes:
-        reported: The estimate for heartbeats; None before the first.
-    """
+    """The clocks of one agent against those of one bus."""
 
     def __init__(self) -> None:
         self.reported: Clock | None = None

@@ -37,11 +37,7 @@ NEXT_WARNING_S: Final = 30.0
 
 
 class WaitWarning:
-    """Warns when an agent waits long for its bus.
-
-    Attributes:
-        reason: What it waits for now; empty once it has joined.
-    """
+    """Warns when an agent waits long for its bus."""
 
     def __init__(self, agent: str) -> None:
         self.reason = ""
@@ -74,25 +70,11 @@ class WaitWarning:
 class Connection:
     """One connection at a time. It is dialled when created; `run` serves it until cancelled.
 
-    Args:
-        bus: Address of the bus.
-        agent: Name of the agent, for messages.
-        retry_ms: Shortest pause between two attempts to get in.
-        context: The ZeroMQ context.
-        keys: What to dial with; None for a bus without keys.
-        waiting: Learns why the agent waits.
-        now_ms: The agent's monotonic time.
-        silence_limit_ms: Returns the time without an answer to a question, after which the bus is asked elsewhere.
-        question: Returns the frames of a message that the bus answers.
-        replaced: Called when the bus has to be told anew who is here: this is a new connection.
+    `question` returns the frames of a message that the bus answers. `replaced` is called when the bus has to be
+    told anew who is here. Raises BusAddressError.
 
     Attributes:
-        dealer: The socket of the connection.
-        answered_ms: When the bus last answered.
         welcomed: The bus has welcomed the agent before. Until then there is none to lose, and `waiting` says so.
-
-    Raises:
-        BusAddressError: The address cannot be dialled.
     """
 
     def __init__(

@@ -27,13 +27,7 @@ ASKED_EVERY: Final = 3
 
 
 class Heartbeat:
-    """Sends the status of one agent, and requests for the bus's time.
-
-    Args:
-        state: Returns the agent's state.
-        send: Sends a message, without waiting; False if it was dropped.
-        wall_ns: The node's wall clock.
-    """
+    """Sends the status of one agent, and requests for the bus's time."""
 
     def __init__(
         self,

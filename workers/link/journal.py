@@ -41,10 +41,7 @@ class JournalMark(Struct, frozen=True, kw_only=True):
     """The state after every decision before this mark.
 
     Attributes:
-        number: Number of the last decision before it.
         run: The run of the journal; '' before the agent has joined one.
-        state: The state.
-        lease_ms: The lease of the run.
     """
 
     number: Count
@@ -71,8 +68,6 @@ class Journal:
         id: Never used again.
         run: The run it belongs to; '' until `join_run`.
         lease_ms: The lease of that run, which also counts while an agent that was restarted waits for a bus.
-        state: The state after the last decision.
-        number: Number of the last decision.
     """
 
     def __init__(self, file: RecordFile, agent: str, name: str) -> None:
@@ -90,14 +85,7 @@ class Journal:
     def open(cls, path: Path, agent: str, durability: Literal["disk", "os"]) -> "Journal":
         """Open or create the file, and fold its decisions.
 
-        Args:
-            path: The file.
-            agent: The agent's name, as in `Identity.agent`.
-            durability: `disk` flushes each commit to the disk.
-
-        Raises:
-            LogError: The file cannot be read, or another process writes it.
-            AgentError: It was written by another version, or for another agent.
+        Raises LogError, or AgentError if another version wrote it, or another agent.
         """
         header = {"journal": secrets.token_hex(16), "logic": str(LOGIC), "agent": agent}
         try:

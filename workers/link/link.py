@@ -90,24 +90,7 @@ class _Session:
 class Link:
     """One connection of one incarnation. It dials when created; `run` serves it until cancelled.
 
-    Args:
-        bus: Address of the bus.
-        identity: The place of the agent.
-        incarnation: Names this life of the agent.
-        journal: Where decisions are kept until the bus has them.
-        config: Intervals and limits.
-        context: The ZeroMQ context.
-        handle: Gives an event to the machine. Returns once it is decided and its effects are under way.
-        now_ms: The agent's monotonic time: that of the event loop.
-        wake_at: Asks for a call of `notice_time` at a moment, in ms.
-        wall_ns: The node's wall clock.
-        keys: What to dial with; None for a bus without keys.
-
-    Attributes:
-        malformed: Messages that could not be read.
-
-    Raises:
-        BusAddressError: The address cannot be dialled.
+    Raises BusAddressError.
     """
 
     def __init__(

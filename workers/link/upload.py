@@ -21,14 +21,6 @@ class DecisionUpload:
     It sends nothing before the bus has reported which of them it holds. A decision waits for others: a bus that gets
     many at once takes each at a quarter of the cost. So a batch is sent when it is full, or some time after its first
     decision was made.
-
-    Args:
-        journal: The journal.
-        batch: Most decisions in one message.
-        delay_ms: Longest time that a decision waits, until `start` sets another.
-        send: Sends a batch; False if it was dropped.
-        now_ms: The agent's monotonic time.
-        wake_at: Asks for a call of `notice_time` at a moment, in ms.
     """
 
     def __init__(

@@ -107,16 +107,7 @@ def calls_for(
     engine: EngineState,
     identity: Identity,
 ) -> CallsOrOutcome:
-    """Return what the primary does for a command that passed rules 1 to 9.
-
-    Args:
-        command: The command.
-        before: What was still desired before the command.
-        after: What is still desired after it.
-        syncing: Version of the sync in progress, even if this replica has dropped out of it; 0 if none.
-        engine: The engine as it was last observed.
-        identity: The place of this agent.
-    """
+    """Return what the primary does for a command that passed rules 1 to 9."""
     if engine.lost and not _needs_no_certainty(command, identity):
         return _lost(engine, identity)
     if isinstance(command, EngineCommand):  # not a pattern, which takes five times as long

@@ -26,12 +26,7 @@ Unloads = Mapping[str, Unload]
 
 
 def is_held(engine: EngineState, adapter: AdapterVersion) -> bool:
-    """Return whether the engine holds this version, as far as is known.
-
-    Args:
-        engine: What is believed of the engine.
-        adapter: The version.
-    """
+    """Return whether the engine holds this version, as far as is known."""
     return engine.adapters.get(adapter.model) in (adapter.path, "") and adapter.model not in engine.stale_adapters
 
 
@@ -42,12 +37,7 @@ def can_load(engine: EngineState) -> bool:
 
 
 def missing(desired: Desired, engine: EngineState) -> tuple[AdapterVersion, ...]:
-    """Return the committed versions that the engine should hold and does not.
-
-    Args:
-        desired: What is desired of the replica.
-        engine: What is believed of its engine.
-    """
+    """Return the committed versions that the engine should hold and does not."""
     if not desired.adapters:  # the usual case
         return ()
     versions = (version for _, adapter in sorted(desired.adapters.items()) for version in adapter.versions)
@@ -55,11 +45,7 @@ def missing(desired: Desired, engine: EngineState) -> tuple[AdapterVersion, ...]
 
 
 def still_read(state: AgentState) -> tuple[str, ...]:
-    """Return versions whose files may still be read, though they are no longer wanted: those left, and what is loaded.
-
-    Args:
-        state: Of the agent.
-    """
+    """Return unwanted versions whose files may still be read: those left, and what is loaded."""
     leftover, activity = left(_pursued(state), state.engine), state.activity
     if activity is None or not isinstance(activity.calls[0], CheckAdapter | LoadAdapter):
         return leftover
@@ -67,11 +53,7 @@ def still_read(state: AgentState) -> tuple[str, ...]:
 
 
 def lacked(state: AgentState) -> tuple[str, ...]:
-    """Return the versions that the engine does not hold, of those that are committed or being loaded, by their names.
-
-    Args:
-        state: Of the agent.
-    """
+    """Return those that the engine does not hold, of the versions that are committed or being loaded, by name."""
     desired = _pursued(state)
     if not desired.adapters:
         return ()
@@ -87,12 +69,7 @@ def _pursued(state: AgentState) -> Desired:
 
 
 def left(desired: Desired, engine: EngineState) -> tuple[str, ...]:
-    """Return versions that the engine holds and need not. Names that no adapter of the run can have are not ours.
-
-    Args:
-        desired: What is desired of the replica.
-        engine: What is believed of its engine.
-    """
+    """Return versions that the engine holds and need not. Names that no adapter of the run can have are not ours."""
     if not engine.adapters or not desired.adapters:
         return ()
     wanted = {version.model for version in _wanted(desired)}
@@ -101,13 +78,7 @@ def left(desired: Desired, engine: EngineState) -> tuple[str, ...]:
 
 
 def plan_adapters(desired: Desired, engine: EngineState, given_up: frozenset[str]) -> tuple[Call, ...]:
-    """Return the calls after which an engine that is otherwise as desired holds one more version that it lacks.
-
-    Args:
-        desired: What is desired of the replica.
-        engine: What is believed of its engine.
-        given_up: Versions that it could not load, by their names in the engine.
-    """
+    """Return the calls after which an engine that is otherwise as desired holds one more version that it lacks."""
     if not desired.adapters or not can_load(engine):
         return ()
     lacking = (version for version in missing(desired, engine) if version.model not in given_up)
@@ -116,12 +87,7 @@ def plan_adapters(desired: Desired, engine: EngineState, given_up: frozenset[str
 
 
 def plan_load(adapter: AdapterVersion, engine: EngineState) -> tuple[Call, ...]:
-    """Return the calls after which the engine holds this version; none if it does already.
-
-    Args:
-        adapter: The version.
-        engine: What is believed of the engine.
-    """
+    """Return the calls after which the engine holds this version; none if it does already."""
     if is_held(engine, adapter):
         return ()
     check = () if engine.checked_adapter == adapter else (CheckAdapter(adapter),)
@@ -131,25 +97,12 @@ def plan_load(adapter: AdapterVersion, engine: EngineState) -> tuple[Call, ...]:
 
 
 def with_unloads(unloads: Unloads, leftover: tuple[str, ...], now_ms: int, grace_ms: int) -> Unloads:
-    """Return when to unload each version that is left.
-
-    Args:
-        unloads: The same, as of the last event.
-        leftover: Versions that are left now.
-        now_ms: The moment.
-        grace_ms: How long to wait where the engine can't tell which requests run on a version.
-    """
+    """Return when to unload each version that is left: after a grace where the engine can't tell who runs on it."""
     return {model: unloads.get(model) or Unload(now_ms, now_ms + grace_ms) for model in leftover}
 
 
 def frozen(unloads: Unloads, now_ms: int, grace_ms: int) -> Unloads:
-    """Return the same for an engine that is paused: the requests that it froze have all of their time yet.
-
-    Args:
-        unloads: When to unload each version that is left.
-        now_ms: The moment.
-        grace_ms: How long to wait where the engine can't tell which requests run on a version.
-    """
+    """Return the same for an engine that is paused: the requests that it froze have all of their time yet."""
     return {
         model: Unload(max(unload.ask_ms, now_ms + UNLOAD_AGAIN_MS), now_ms + UNLOAD_AGAIN_MS + grace_ms)
         for model, unload in unloads.items()
@@ -157,24 +110,13 @@ def frozen(unloads: Unloads, now_ms: int, grace_ms: int) -> Unloads:
 
 
 def postponed(unloads: Unloads, models: Iterable[str], now_ms: int) -> Unloads:
-    """Return the same, with these versions not due for a while.
-
-    Args:
-        unloads: When to unload each version that is left.
-        models: Versions, by their names in the engine.
-        now_ms: The moment.
-    """
+    """Return the same, with these versions not due for a while."""
     later = {model: replace(unloads[model], ask_ms=now_ms + UNLOAD_AGAIN_MS) for model in models if model in unloads}
     return {**unloads, **later}
 
 
 def due(unloads: Unloads, now_ms: int) -> tuple[UnloadAdapter, ...]:
-    """Return the calls for the versions that it is time to unload.
-
-    Args:
-        unloads: When to unload each version that is left.
-        now_ms: The moment.
-    """
+    """Return the calls for the versions that it is time to unload."""
     return tuple(
         UnloadAdapter(model, waited=now_ms >= unload.until_ms)
         for model, unload in unloads.items()
@@ -183,12 +125,7 @@ def due(unloads: Unloads, now_ms: int) -> tuple[UnloadAdapter, ...]:
 
 
 def after_adapter_call(engine: EngineState, call: CheckAdapter | LoadAdapter | UnloadAdapter) -> EngineState:
-    """Return the engine after a call that was made.
-
-    Args:
-        engine: What was believed of it before.
-        call: The call.
-    """
+    """Return the engine after a call that was made."""
     if isinstance(call, CheckAdapter):
         return replace(engine, checked_adapter=call.adapter)
     model = call.adapter.model if isinstance(call, LoadAdapter) else call.model
@@ -199,12 +136,7 @@ def after_adapter_call(engine: EngineState, call: CheckAdapter | LoadAdapter | U
 
 
 def with_listed(engine: EngineState, listed: Mapping[str, str] | None) -> EngineState:
-    """Return the engine with the adapters that it lists; as before if it lists none.
-
-    Args:
-        engine: What was believed of it before.
-        listed: By their names, each with the directory that it came from; empty if the engine can't tell.
-    """
+    """Return the engine with the adapters that it lists; as before if it lists none."""
     if listed is None or (listed == engine.adapters and not engine.stale_adapters):
         return engine
     adapters = {model: path or engine.adapters.get(model, "") for model, path in listed.items()}
@@ -214,10 +146,6 @@ def with_listed(engine: EngineState, listed: Mapping[str, str] | None) -> Engine
 def in_doubt(engine: EngineState, call: LoadAdapter | UnloadAdapter) -> EngineState:
     """Return an engine that can't list its adapters, after a load or unload that was cut off: it may have the version,
     so it is unloaded before it is loaded again.
-
-    Args:
-        engine: What was believed of it before.
-        call: The call.
     """
     model = call.adapter.model if isinstance(call, LoadAdapter) else call.model
     adapters = {**engine.adapters, model: engine.adapters.get(model, "")}
@@ -225,12 +153,7 @@ def in_doubt(engine: EngineState, call: LoadAdapter | UnloadAdapter) -> EngineSt
 
 
 def not_shown(call: LoadAdapter | UnloadAdapter, listed: Mapping[str, str]) -> str | None:
-    """Return what an engine that reported success for a call shows instead; None if it shows the effect of the call.
-
-    Args:
-        call: The call.
-        listed: The adapters that the engine lists.
-    """
+    """Return what an engine that reported success for a call shows instead; None if it shows the effect of the call."""
     if isinstance(call, UnloadAdapter):
         return f"it still lists {call.model}" if call.model in listed else None
     found = listed.get(call.adapter.model)
@@ -247,10 +170,6 @@ def _wanted(desired: Desired) -> Iterator[AdapterVersion]:
 
 
 def name_of(model: str) -> str:
-    """Return the adapter of a version, from what engines call it; empty if it can't be one of a run.
-
-    Args:
-        model: What engines call it.
-    """
+    """Return the adapter of a version, from what engines call it; empty if it can't be one of a run."""
     name, mark, version = model.rpartition("-v")
     return name if mark and version.isdecimal() else ""

@@ -189,10 +189,6 @@ def unloads_now(state: AgentState, now_ms: int) -> tuple[AgentState, tuple[Call,
 
     An engine may take long to unload what requests still use, or for ever while it is paused. So this is the last thing
     that a machine does, and a command needs no unload.
-
-    Args:
-        state: Before.
-        now_ms: The moment.
     """
     primary = state.identity.node_rank == 0
     leftover = left(state.desired, state.engine) if state.informed and primary and not state.bus_lost else ()

@@ -128,11 +128,7 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
         return self.label != self.version_label
 
     def may_profile(self, step: int) -> bool:
-        """Whether the session of this step is open, or may still be.
-
-        Args:
-            step: The training step.
-        """
+        """Whether the session of this step is open, or may still be."""
         return self.session is not None and self.session.step == step
 
     @property

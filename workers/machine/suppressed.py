@@ -124,11 +124,6 @@ def suppress(state: AgentState, failed: Command | UnknownCommand | Call, before:
     A replica that refused to prepare, or found so when it joined, was not touched, and continues as before the sync
     until others load. One that does not load is quarantined: otherwise it could serve weights that were never
     committed, or go on with the old ones when others serve the new.
-
-    Args:
-        state: The state after it failed.
-        failed: The command or call.
-        before: What was still desired before an engine command, or a sync; that is pursued again.
     """
     remaining = still_desired(state.desired, state.suppressed)
     return replace(state, suppressed=_after_failure(state.suppressed, failed, before, remaining, state.engine))

@@ -43,12 +43,7 @@ class SessionFiles:
         self._root, self._verl = root, session.plan.layout != "step"
 
     def reserve(self, stage: str, mini_batches: tuple[int, int] | None = None) -> Path:
-        """Create an empty file under a free name, so that no other process takes the name.
-
-        Args:
-            stage: The stage that the trace holds, or `WHOLE`.
-            mini_batches: First and last mini-batch that it holds.
-        """
+        """Create an empty file under a free name, so that no other process takes the name."""
         stage = _UNSAFE.sub("-", stage).strip("-.")[:STAGE_CHARS_MAX] or "stage"
         first, last = mini_batches or (0, 0)
         if not self._verl:
@@ -106,13 +101,7 @@ class Recorder(ABC):
         self.failures: list[str] = []
 
     def begin(self, stage: str, scheduled: bool, model: object | None) -> None:  # noqa: B027
-        """An outermost stage begins on this thread.
-
-        Args:
-            stage: Its name.
-            scheduled: Its mini-batches are those of the plan's schedule.
-            model: The torch module that it runs, for tools that watch one.
-        """
+        """An outermost stage begins on this thread."""
 
     def end(self) -> None:  # noqa: B027
         """End the stage, or the session in the middle of it. Called on the thread of `begin`, once per success."""

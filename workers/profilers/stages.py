@@ -76,10 +76,7 @@ class Stage(Struct):  # one is made for each `with`, and a Struct is made five t
     As a context one object serves one task at a time; make another for each `with`, as `annotate` does.
 
     Attributes:
-        name: The stage's name.
-        role: Only for the rank of that role; None for all.
         scheduled: Its mini-batches are those of the plan's schedule.
-        model: The torch module that it runs.
         listener: Only for this listener; None for all.
         entered: One entry for each time that it was entered and not left yet, innermost last: the listeners that were
             called, each with what it returned.

@@ -32,12 +32,7 @@ _TAIL: Final = re.compile(rb"\}\s*$")
 def write_trace(export: Callable[[str], object], file: Path) -> None:
     """Write one recording, compressed. It is complete at its place or not there.
 
-    Args:
-        export: Writes the JSON to the path that it gets.
-        file: Where the trace belongs, reserved by an empty file.
-
-    Raises:
-        EngineError: It could not be written; no file of it is left.
+    Raises EngineError; no file of it is left then.
     """
     part = file.with_name(f".{file.name}.part")
     try:

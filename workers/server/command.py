@@ -27,17 +27,7 @@ _SERVES: Final = frozenset(
 
 
 def server_command(kind: Kind, command: Sequence[str], identity: Identity, dist_init: str | None) -> tuple[str, ...]:
-    """Return the command with the options for this node's place, unless the user has given them.
-
-    Args:
-        kind: The engine.
-        command: The user's command.
-        identity: This node.
-        dist_init: HOST:PORT at which the replica's nodes meet; a replica of one node needs none.
-
-    Raises:
-        ConfigError: There is no address to meet at.
-    """
+    """Return the command with the options for this node's place, unless the user has given them. Raises ConfigError."""
     if identity.nnodes == 1:
         return tuple(command)
     given, added = _flags(command), list[str]()
@@ -75,13 +65,6 @@ def profiled_command(
 
     SGLang needs none. vLLM (vllm/config/profiler.py, 0.13 to 0.32) fixes at launch where it writes and what it records;
     a command that has such options itself is returned unchanged.
-
-    Args:
-        kind: The engine.
-        command: The server's command.
-        identity: This node.
-        plan: What the trainer's configuration records.
-        traces: Root of this node's session directories.
     """
     profiled = profile_skip_reason(plan, None, identity) is None
     if kind == "sglang" or not profiled or any(flag.startswith("--profiler-config") for flag in _flags(command)):

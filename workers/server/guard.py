@@ -19,10 +19,8 @@ Rule 3  A guard acts on a server only while it holds the lock of its log. So an 
 import ctypes
 import errno
 import fcntl
-import hashlib
 import json
 import os
-import resource
 import select
 import signal
 import subprocess
@@ -34,10 +32,6 @@ from typing import Final, NamedTuple
 
 import psutil
 
-LOG_VARIABLE: Final = "ROLLOUTCTL_SERVER_LOG"
-"""Environment variable inherited by everything that a server starts: the log file, and so the server, that it is of.
-A number made of it is also the limit of processor time between two sleeps of real-time threads, in µs: some thousands
-of years, and so none at all. A process that overwrites its environment keeps its limits."""
 LAUNCH_LINE: Final = "--- rolloutctl: launch "
 """Begins the line in the log that separates the output of two launches."""
 
@@ -55,9 +49,7 @@ class RestartPolicy(NamedTuple):
     """How often a server that ended is restarted, and after what wait.
 
     Attributes:
-        most: Most restarts within any `window_s` seconds.
         first_wait_s: Wait before the first restart; doubles for each further one within the window.
-        longest_wait_s: Upper bound of the wait.
     """
 
     most: int = 5
@@ -66,12 +58,7 @@ class RestartPolicy(NamedTuple):
     longest_wait_s: float = 30.0
 
     def wait_s(self, ended: Sequence[float], now: float) -> float | None:
-        """Return the seconds to wait before the next start, or None to give up.
-
-        Args:
-            ended: Times of all ends, including the last one.
-            now: The time.
-        """
+        """Return the seconds to wait before the next start, or None to give up."""
         recent = sum(now - moment < self.window_s for moment in ended)
         if recent > self.most:
             return None
@@ -79,13 +66,7 @@ class RestartPolicy(NamedTuple):
 
 
 class GuardOrder(NamedTuple):
-    """The agent's order, a JSON array on stdin.
-
-    Attributes:
-        log: Absolute path.
-        grace_s: Seconds from SIGTERM to SIGKILL.
-        launches: Launches by the guards before this one.
-    """
+    """The agent's order, a JSON array on stdin."""
 
     command: list[str]
     log: str
@@ -107,10 +88,6 @@ class Guard:
         self._launches = order.launches
         self._exit_code: int | None = None
         self._log = os.open(order.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        file = os.fstat(self._log)
-        # With the file's number: another container of this machine may use the same path.
-        self._mark = f"{file.st_dev}:{file.st_ino}:{order.log}"
-        self._limit = 1 << 57 | int.from_bytes(hashlib.sha256(self._mark.encode()).digest()[:7], "big")
         self._awake = select.poll()
         self._signals = _signals_to_pipe()
         self._agent = -1  # the pipe does not suffice: children of the agent may hold it open as well
@@ -124,8 +101,7 @@ class Guard:
         """Keep the server running until asked to end, or until it has ended too often."""
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._me = psutil.Process()
-        if self._lock_log():
-            self._sweep()
+        self._lock_log()
         ended: list[float] = []
         while not self._reason:
             if failure := self._launch():
@@ -158,8 +134,8 @@ class Guard:
 
     # --- the server ---------------------------------------------------------------------------------------------------
 
-    def _lock_log(self) -> bool:
-        """Wait for the lock of the log. False where its file system has no locks, so that others can't be detected.
+    def _lock_log(self) -> None:
+        """Wait for the lock of the log. Where its file system has no locks, others can't be detected.
 
         The lock belongs to a file description that the server does not inherit, so it ends with this process.
         """
@@ -167,7 +143,7 @@ class Guard:
         while not self._reason:
             try:
                 fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
+                return
             except BlockingIOError:
                 if not waiting:
                     self._report("starting", f"another server still runs with the log {self._order.log}")
@@ -175,45 +151,8 @@ class Guard:
                 self._wait(POLL_S)
             except OSError as error:
                 if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-                    return False
+                    return
                 raise
-        return False
-
-    def _sweep(self) -> None:
-        """Kill what an earlier guard left behind when it was killed with its keeper. The holder of the lock knows that
-        it has no owner.
-
-        They are recognized by the environment variable, or by the limit. Setting a process title, as vLLM's engine
-        cores do, overwrites the environment, and a limit may have been set by others before. So a whole session counts
-        if one process of it has either: a server begins a session of its own, and all that is in one descends from what
-        began it. That they write to the log proves nothing.
-        """
-        over = time.monotonic() + KILL_S
-        ours = {_session_of(process) for process in (self._me, *self._me.parents())} | {None}
-        marked = {_session_of(process) for process in psutil.process_iter() if self._has_marked(process)} - ours
-        left = [process for process in psutil.process_iter() if _session_of(process) in marked]
-        while left and time.monotonic() < over:
-            for process in left:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-            self._wait(POLL_S)
-            left = [process for process in left if _lives(process)]
-
-    def _has_marked(self, process: psutil.Process) -> bool:
-        """Whether a guard of this log, or what it started, started the process."""
-        with suppress(psutil.Error, OSError):
-            if process.environ().get(LOG_VARIABLE) == self._mark:
-                return True
-        with suppress(psutil.Error, OSError):
-            return bool(process.rlimit(psutil.RLIMIT_RTTIME)[0] == self._limit)
-        return False
-
-    def _become_server(self, guard: int) -> None:
-        """Run in the child before it becomes the server."""
-        _die_with(guard)
-        soft, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
-        if soft == hard == resource.RLIM_INFINITY:
-            resource.setrlimit(resource.RLIMIT_RTTIME, (self._limit, hard))
 
     def _launch(self) -> str:
         """Start the server, in a session of its own. Returns why that failed, or an empty string."""
@@ -227,9 +166,8 @@ class Guard:
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr,
                 stderr=sys.stderr,
-                env={**os.environ, LOG_VARIABLE: self._mark},
                 start_new_session=True,
-                preexec_fn=lambda: self._become_server(guard),
+                preexec_fn=lambda: _die_with(guard),
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             return f"it can't be started: {error}"
@@ -333,19 +271,6 @@ def _die_with(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the guard ended before the kernel knew
         os._exit(1)
-
-
-def _session_of(process: psutil.Process) -> int | None:
-    with suppress(OSError):
-        return os.getsid(process.pid)
-    return None
-
-
-def _lives(process: psutil.Process) -> bool:
-    """Whether it runs. A zombie does no harm, and in a container without an init it stays forever."""
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def main() -> None:

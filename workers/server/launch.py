@@ -52,10 +52,7 @@ class ServerStatus(Struct, frozen=True, kw_only=True):
     Attributes:
         state: `starting` until it is launched, `running` while its process lives, whether or not it answers yet.
         since_s: When that state began, on the machine's monotonic clock.
-        pid: None unless it runs.
-        launches: How often it was started.
         exit_code: Exit code of the last process that ended; if negative, minus the number of the signal.
-        note: The reason for the state.
         log_tail: The last lines of the log since it was started.
     """
 

@@ -31,24 +31,14 @@ NSIGHT_DIR: Final = "/tmp/ray/session_latest/logs/nsight"
 
 
 class FinishHook:
-    """Runs the command, with its output in a log below the traces root.
-
-    Args:
-        command: For `/bin/sh -c`; empty for none.
-        identity: The node.
-        root: Root of the traces.
-    """
+    """Runs the command, with its output in a log below the traces root."""
 
     def __init__(self, command: str, identity: Identity, root: Path) -> None:
         self._command, self._identity, self._root = command, identity, root
         self._log = root / f".finish_hook-{identity.agent}.log"
 
     async def run(self, tool: str, steps: tuple[int, ...]) -> bool:
-        """Run the command and wait up to `WAIT_S`. Returns whether it is still running.
-
-        Raises:
-            EngineError: It failed, or can't be started.
-        """
+        """Run the command and wait up to `WAIT_S`. Returns whether it is still running. Raises EngineError."""
         ended = await to_thread.run_sync(self.begin, tool, steps)
         if not await background.done_within(ended, WAIT_S):
             logger.info("agent %s: the finish hook is still running; its output: %s", self._identity.agent, self._log)

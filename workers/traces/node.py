@@ -192,10 +192,8 @@ def relocate_traces(
 
     The names are those of verl 0.9.1 (utils/profiler/config.py). Of engines: `rollout-replica<R>_<name>`, with
     `-globalrank<G>` after the replica if it has several ranks. Of training ranks: `<role>-rank<G>_step_<N>_<name>`,
-    since their names are the same in each session. Nothing in the root is overwritten.
-
-    Raises:
-        EngineError: A file can't be read or moved; those before it have been.
+    since their names are the same in each session. Nothing in the root is overwritten. Raises EngineError; those before
+    it have been moved.
     """
     selected = selected_ranks(plan, identity)
     traces: list[Trace] = []
@@ -227,11 +225,10 @@ def describe_trace(file: Path, root: Path, rank: int | None = None) -> Trace:
 def move_trace(file: Path, directory: Path, name: str = "") -> Path:
     """Move a file to a directory, which is made; copy it if that is on another disk. Nothing is ever overwritten.
 
+    Raises EngineError.
+
     Returns:
         Its new path: `name`, or its old name, in the directory.
-
-    Raises:
-        EngineError: It can't be moved, or the new path exists already.
     """
     target = directory / (name or file.name)
     if target.exists():

@@ -70,11 +70,6 @@ class VerlRun:
     def start(cls, settings: VerlSettings, replicas: Sequence[Any], profiler: ProfilerConfig) -> Self:
         """Open the bus, and place an agent beside each server.
 
-        Args:
-            settings: As the user made them.
-            replicas: verl's launched `RolloutReplica`s, of all managers.
-            profiler: Which steps are profiled, and how.
-
         Raises:
             ConfigError, LogError and other errors of `ControlPlane`: It can't be opened. Nothing was started.
         """

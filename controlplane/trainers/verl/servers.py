@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 class ServerEngines:
-    """Makes the engine of an agent: the server actor of the same replica and node.
-
-    Args:
-        servers: Handles by the agents' names, e.g. `0.1`.
-        traces: Root of the session directories, on a disk of the servers' nodes.
-    """
+    """Makes the engine of an agent: the server actor of the same replica and node."""
 
     def __init__(self, servers: "Mapping[str, ActorHandle]", traces: Path) -> None:
         self._servers, self._traces = dict(servers), traces

@@ -63,8 +63,7 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
     async def open(self) -> None:
         """Attach to the engine.
 
-        Raises:
-            EngineError: The traces' root is not writable; a scheduler that can't write a trace dies.
+        Raises EngineError if the traces' root is not writable: a scheduler that can't write a trace dies.
         """
         await super().open()
         await to_thread.run_sync(require_writable, self._traces, "An SGLang scheduler, which dies if it can't write,")
@@ -160,8 +159,7 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
     async def _flush(self, client: EngineClient, launch: SGLangLaunch, timeout_s: float) -> None:
         """Flush. It is refused while requests run: ask again until it succeeds or the time is up.
 
-        Raises:
-            RefusedError: It did not flush, or did not say so. What follows a flush was not begun.
+        Raises RefusedError.
         """
         until = time.monotonic() + retry_time_s(timeout_s)
         waits = bool({"timeout_s", "timeout"} & launch.methods["flush_cache"])

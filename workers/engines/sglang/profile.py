@@ -30,17 +30,7 @@ else that is visible from outside distinguishes the two behaviours."""
 
 
 def profile_arguments(plan: ProfilePlan, directory: str, traces: Path, launch: SGLangLaunch) -> dict[str, object]:
-    """Return the arguments of a start.
-
-    Args:
-        plan: What to record.
-        directory: The session's directory, below `traces`.
-        traces: Root of this node's session directories.
-        launch: How the engine was launched.
-
-    Raises:
-        UnsupportedError: This engine can't record what the plan asks for.
-    """
+    """Return the arguments of a start. Raises UnsupportedError."""
     if "start_profile" not in launch.methods:
         raise UnsupportedError(f"sglang {launch.version} can't be profiled: {launch.missing[Operation.PROFILE]}.")
     require_recordable(f"sglang {launch.version}", _limits(plan, launch))

@@ -35,8 +35,6 @@ class TinyConfig(Struct, frozen=True, kw_only=True):
     Attributes:
         vocab: Number of tokens; they are 0..vocab-1.
         hidden: Width, a multiple of `heads`.
-        heads: Attention heads of each layer.
-        layers: Number of blocks.
         context: Most tokens of prompt and completion together.
     """
 
@@ -109,10 +107,6 @@ class TinyModel(nn.Module):
 def with_adapter(model: TinyModel, deltas: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what `torch.func.functional_call` takes to compute a model with an adapter: the weights that it changes,
     as they are now, with what it adds.
-
-    Args:
-        model: The base.
-        deltas: As `read_adapter` returns them, or `scale * B @ A` of a trainer.
     """
     return {name: parameter + deltas[name] for name, parameter in model.named_parameters() if name in deltas}
 
@@ -159,8 +153,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 def save(model: TinyModel, directory: Path) -> None:
     """Write the weights to `model.safetensors` in the directory, which is made. A reader sees all of it or nothing.
 
-    Raises:
-        FileExistsError: A checkpoint is there already: each version belongs in a directory of its own.
+    Raises FileExistsError.
     """
     directory.mkdir(parents=True, exist_ok=True)
     part, whole = directory / "model.safetensors.part", directory / "model.safetensors"
@@ -177,15 +170,12 @@ def save(model: TinyModel, directory: Path) -> None:
 
 
 def save_adapter(lora: Mapping[str, tuple[Tensor, Tensor]], alpha: float, directory: Path) -> None:
-    """Write a LoRA adapter as PEFT does. A reader sees all of it or nothing.
+    """Write a LoRA adapter as PEFT does. A reader sees all of it or nothing. Raises FileExistsError.
 
     Args:
         lora: A [r, in] and B [out, r] of each linear module, by its name: `blocks.0.qkv`.
         alpha: The adapter adds `alpha / r * B @ A`.
         directory: Made; each version belongs in one of its own.
-
-    Raises:
-        FileExistsError: The directory is there already.
     """
     if directory.exists():
         raise FileExistsError(f"{directory} is there already, and no adapter is ever replaced")
@@ -205,11 +195,7 @@ def save_adapter(lora: Mapping[str, tuple[Tensor, Tensor]], alpha: float, direct
 
 
 def read_adapter(directory: Path) -> dict[str, Tensor]:
-    """Return what an adapter adds to the weights of a model, by their names. Its files have been checked.
-
-    Args:
-        directory: As PEFT writes it.
-    """
+    """Return what an adapter adds to the weights of a model, by their names. Its files have been checked."""
     config = json.loads((directory / "adapter_config.json").read_text())
     scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
     tensors = safetensors.torch.load_file(directory / "adapter_model.safetensors")

@@ -42,13 +42,7 @@ def require_supported(plan: ProfilePlan) -> None:
 class ForwardProfile:
     """An open session. Enter `forward` around each forward, and call `stop` once.
 
-    Args:
-        plan: What to record. Without a window, recording begins at once.
-        file: Where the trace is written. Its directory is made, and must hold nothing yet.
-
-    Raises:
-        UnsupportedError: The engine can't record what the plan asks for.
-        EngineError: Something else records in this process, or the directory can't be used.
+    Raises UnsupportedError or EngineError.
     """
 
     def __init__(self, plan: ProfilePlan, file: Path) -> None:
@@ -85,13 +79,10 @@ class ForwardProfile:
             self._finish()
 
     def stop(self) -> bool:
-        """End the session. There is no file if its window was never reached.
+        """End the session. There is no file if its window was never reached. Raises EngineError.
 
         Returns:
             Whether the window had ended it before.
-
-        Raises:
-            EngineError: Recording or writing failed.
         """
         if not self._auto_stopped:
             self._finish()

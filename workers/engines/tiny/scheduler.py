@@ -46,7 +46,6 @@ class TinyRequest:
         logprobs: Log-probabilities of the completions' tokens.
         versions: For each position of the completions, the version of the weights that it was drawn from.
         cache: Keys and values of all tokens but the last; None if they must be computed again.
-        adapter: What its adapter adds to the weights, by their names.
     """
 
     def __init__(self, message: Generate, config: TinyConfig) -> None:
@@ -104,10 +103,6 @@ class Scheduler:
     """The engine itself. It starts paused: nothing is generated before `resume`.
 
     `run`, `generate` and `close` may be called from any thread; the commands only through `run`.
-
-    Attributes:
-        observation: What the engine is now. Replaced as a whole, so any thread may read it.
-        forwards: Forwards computed since launch.
     """
 
     def __init__(self, config: TinyConfig, seed: int, launched: Observation, device: str) -> None:
@@ -222,27 +217,14 @@ class Scheduler:
         self._change(asleep=self._asleep - tags)
 
     def load(self, version: int, tensors: Mapping[str, Tensor], label: str, content: str | None) -> None:
-        """Take tensors of the model's own layout for its weights. Kept prompts stay until `flush`.
-
-        Args:
-            version: Of the tensors.
-            tensors: All of the model, by name.
-            label: The label that it reports from now on; empty for the number of the version.
-            content: Content digest of the tensors, if it is known.
-        """
+        """Take tensors of the model's own layout for its weights. Kept prompts stay until `flush`."""
         self._require_loadable()
         for name, parameter in self.model.named_parameters():
             parameter.data = tensors[name].to(self._device)
         self._change(version=version, label=label or str(version), digest=content)
 
     def load_adapter(self, model: str, path: str, deltas: Mapping[str, Tensor]) -> None:
-        """Take an adapter under a name that it has for no other.
-
-        Args:
-            model: What requests name.
-            path: Where it came from, as it is listed.
-            deltas: What it adds to the weights, by their names.
-        """
+        """Take an adapter under a name that it has for no other."""
         if model in self._adapters:
             raise RefusedError(f"adapter {model} was refused: it has been loaded already, and none is replaced.")
         self._adapters[model] = {name: delta.to(self._device) for name, delta in deltas.items()}

@@ -52,8 +52,6 @@ class Completion(Struct, frozen=True, kw_only=True):
     """The completion of one prompt.
 
     Attributes:
-        tokens: The generated tokens, without the prompt.
-        logprobs: Log-probability of each token, under the distribution that it was drawn from.
         versions: For each token, the version of the weights that it was drawn from. They differ if the request was
             frozen during a weight sync.
         finish_reason: `abort` when it was ended early; `tokens` are those it had by then.
@@ -91,15 +89,7 @@ _answer_decoder = msgspec.json.Decoder(Answer)
 
 
 class TinyServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    """Serves clients at one address until `close`, each connection on a thread of its own.
-
-    Args:
-        address: `ipc://PATH` of the socket. One that a killed engine left behind is replaced.
-        respond: Called with each request; may block, and raises EngineError for a request that can't be served.
-
-    Raises:
-        EngineError: The address can't be bound.
-    """
+    """Serves clients at one address until `close`, each connection on a thread of its own. Raises EngineError."""
 
     daemon_threads = True
     block_on_close = False

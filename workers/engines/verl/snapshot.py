@@ -30,9 +30,6 @@ class ServerProfiler(Struct, frozen=True, kw_only=True):
     """The profiler of one server, as verl configured it.
 
     Attributes:
-        start: Its window's `profile_token_start`.
-        end: Its window's `profile_token_end`.
-        directory: Where it writes traces.
         relocated: Prefix of the traces' names in the directory above, if verl relocates them.
     """
 
@@ -53,18 +50,9 @@ class ServerSnapshot(Struct, frozen=True, kw_only=True):
     Attributes:
         worker: Ray's id of the actor's process. A restart changes it.
         front_end: Name of the attribute that holds the engine's front end; None while the server launches.
-        serves: That attribute holds one.
-        running: Requests in the engine.
         label: `global_steps`, which verl sets once the weights are in; empty before the first; None for a server
             without that attribute.
-        wake_up: Parameters of the method `wake_up`.
-        mode: Rollout mode.
-        frees: `free_cache_engine`.
-        level: vLLM's sleep level.
         adapters: LoRA weights are loaded as adapters.
-        world: GPUs of the replica, by its parallel sizes.
-        nnodes: Nodes of the replica.
-        node_rank: The server's node.
     """
 
     worker: str
@@ -86,11 +74,7 @@ class ServerSnapshot(Struct, frozen=True, kw_only=True):
 
 
 def restorable(snapshot: ServerSnapshot | None) -> tuple[frozenset[Tag], ...]:
-    """Return the sets of regions that a server can release and restore unchanged.
-
-    Args:
-        snapshot: None while the server can't be inspected; then nothing is ruled out yet.
-    """
+    """Return the sets of regions that a server can release and restore unchanged."""
     if snapshot is not None and snapshot.frees is False:
         return ()
     if snapshot is None or snapshot.front_end is None or snapshot.mode is None:

@@ -249,13 +249,7 @@ class VLLMEngine(AttachedEngine[VLLMLaunch]):
 def pause_arguments(call: events.Pause, read: frozenset[str], version: str) -> dict[str, object]:
     """Return the arguments of a pause. They leave the cache alone: the machine flushes when weights have changed.
 
-    Args:
-        call: The pause.
-        read: Parameters that are read.
-        version: The engine's, for errors.
-
-    Raises:
-        UnsupportedError: This version can't freeze requests.
+    Raises UnsupportedError.
     """
     if "mode" in read:
         return {"mode": call.mode, "clear_cache": False}

@@ -33,7 +33,6 @@ class VLLMLaunch(Launch, frozen=True, kw_only=True):
 
     Attributes:
         profiles_to: Directory that torch traces are written to; None if it was launched without a torch profiler.
-        profiler: Its profiler's configuration.
     """
 
     profiles_to: Path | None

@@ -11,16 +11,7 @@ from workers.limits import Limit, require_recordable
 
 
 def profile_arguments(plan: ProfilePlan, directory: str, launch: VLLMLaunch) -> dict[str, object]:
-    """Return the arguments of a start.
-
-    Args:
-        plan: What to record.
-        directory: The session's directory, which names the traces; empty if there is none yet.
-        launch: How the engine was launched.
-
-    Raises:
-        UnsupportedError: This engine, as it was launched, can't record what the plan asks for.
-    """
+    """Return the arguments of a start. Raises UnsupportedError."""
     if reason := launch.missing.get(Operation.PROFILE):
         raise UnsupportedError(f"vllm {launch.version} can't be profiled: {reason}.")
     require_recordable(f"vllm {launch.version}", _limits(plan, launch))
