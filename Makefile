@@ -17,16 +17,17 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=auto --dist=loadgroup --duratio
 # The tests start hundreds of processes: they share what Python compiles, whatever this shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-vllm test test-long test-attacks test-engines test-gpu test-soak test-trainers test-perfetto test-browser test-pythons test-recipes test-mutants environments lint docs bench clean
+.PHONY: demo demo-vllm demo-lora test test-long test-attacks test-engines test-gpu test-soak test-trainers test-perfetto test-browser test-pythons test-recipes test-mutants environments lint docs bench clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/rolloutctl demo
 
-# The real TRL trains on two real vLLM servers, on the CPU: 3 minutes. What it fetches first, once, it says.
-demo-vllm: $(VENV)/.demo-ready
+# The real TRL trains on two real vLLM servers, on the CPU, whole weights or a LoRA adapter: 3 minutes. What it fetches first,
+# once, it says.
+demo-vllm demo-lora: $(VENV)/.demo-ready
 	@set -e; vllm=$$($(BIN)/python -m tests.environments vllm); trl=$$($(BIN)/python -m tests.environments trl); \
 	PYTHONPATH=. TRL_EXPERIMENTAL_SILENCE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $$trl -W ignore::FutureWarning \
-	    docs/examples/grpo_vllm.py rolloutctl-demo/vllm-$$(date +%Y%m%d-%H%M%S) $$vllm
+	    docs/examples/grpo_$(@:demo-%=%).py rolloutctl-demo/$(@:demo-%=%)-$$(date +%Y%m%d-%H%M%S) $$vllm
 
 # COVERAGE="--cov --cov-report=term" also fails when less of the product is covered than pyproject.toml asks for.
 test: $(VENV)/.ready
@@ -104,7 +105,7 @@ lint: $(VENV)/.ready
 docs: $(VENV)/.docs-ready
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs build/docs
 
-# All benchmarks, one after the other, on a machine that does nothing else: about 20 minutes. Then their figures go into
+# All benchmarks, one after the other, on a machine that does nothing else: about 25 minutes. Then their figures go into
 # docs/performance.md and README.md. One that fails leaves its old figures, and the others still run.
 bench: $(VENV)/.bench-ready
 	rm -f bench/*.json
@@ -119,6 +120,7 @@ bench: $(VENV)/.bench-ready
 	-timeout 400 $(BIN)/python -m bench.logs --commands 30000 --out bench/logs.json
 	-timeout 400 $(BIN)/python -m bench.weights --out bench/weights.json
 	-timeout 400 $(BIN)/python -m bench.checkpoints --out bench/checkpoints.json
+	-timeout 600 $(BIN)/python -m bench.adapters --out bench/adapters.json
 	$(BIN)/python -m bench.page
 
 $(VENV)/.demo-ready: pyproject.toml

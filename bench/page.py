@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from bench import agents, checkpoints, fanout, join, logs, machines, parts, speakers, trainer, weights
+from bench import adapters, agents, checkpoints, fanout, join, logs, machines, parts, speakers, trainer, weights
 from bench.tables import Row, markdown, pivot
 
 ROOT: Final = Path(__file__).parents[1]
@@ -155,6 +155,14 @@ def part_aims() -> Iterator[Aim]:
         ("from all loaded to all serving, 64 engines", "to_serving_fan_outs"),
     ):
         yield Aim(what, "{:.2f} fan-outs", 3, field(name, 1, "weights", agents=64))
+    for megabytes in (1, 64):
+        what = f"an adapter of {megabytes} MB to 64 engines"
+        stopped, added = (
+            field(name, x, "adapters", agents=64, megabytes=megabytes)
+            for name, x in (("adapter_stopped_us", 1e-3), ("commit_fan_outs", 1))
+        )
+        yield Aim(f"{what}, generation stopped", "{:.1f} ms", 0, stopped)
+        yield Aim(f"{what}, from all loaded to all serving", "{:.2f} fan-outs", 2, added)
     for megabytes in (64, 2039):
         for place, words in (("tmpfs", "memory"), ("tmpfs, huge pages", "memory in huge pages")):
             keys = {"file_system": place, "megabytes": megabytes, "replicas": 1, "digest": False}
@@ -217,6 +225,7 @@ TABLES: Final[dict[str, Callable[[Results], str]]] = {
     "growth": lambda results: machines.growth_table(results["machines"]),
     "logs": lambda results: logs.table(results["logs"]),
     "weights": lambda results: weights.table(results["weights"]),
+    "adapters": lambda results: adapters.table(results["adapters"]),
     "checkpoints": lambda results: checkpoints.table(results["checkpoints"]),
     "readme": readme,
     "readme_agent": readme_agent,

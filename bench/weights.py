@@ -57,7 +57,11 @@ class Moments:
 
     def note(self, agent: int, moment: int) -> None:
         """Write down that it is now."""
-        struct.pack_into("=q", self._memory, agent * self._LAYOUT.size + 8 * moment, time.monotonic_ns())
+        self.put(agent, moment, time.monotonic_ns())
+
+    def put(self, agent: int, moment: int, ns: int) -> None:
+        """Write down another number in the place of a moment."""
+        struct.pack_into("=q", self._memory, agent * self._LAYOUT.size + 8 * moment, ns)
 
     def read(self) -> list[tuple[int, int, int]]:
         """Return the moments of each engine."""

@@ -12,6 +12,9 @@ from controlplane.shadowing import refuse_foreign
 __path__ = extend_path(__path__, __name__)  # a folder of this name without an `__init__.py`, in a user's repository
 
 if TYPE_CHECKING:
+    from controlplane.machine.provenance import Provenance as Provenance
+    from controlplane.machine.provenance import TokenSpan as TokenSpan
+    from controlplane.machine.provenance import Verdict as Verdict
     from controlplane.metrics import BusCollector as BusCollector
     from controlplane.plane import ControlPlane as ControlPlane
     from controlplane.replay.recorded_run import RecordedRun as RecordedRun
@@ -32,8 +35,11 @@ if not TYPE_CHECKING:
         "BusCollector": "controlplane.metrics",
         "CheckpointSync": "controlplane.trainers.checkpoints",
         "ControlPlane": "controlplane.plane",
+        "Provenance": "controlplane.machine.provenance",
         "RecordedRun": "controlplane.replay.recorded_run",
         "Ticket": "controlplane.tickets",
+        "TokenSpan": "controlplane.machine.provenance",
+        "Verdict": "controlplane.machine.provenance",
         "trace_commands": "controlplane.spans",
     }
 

@@ -41,6 +41,8 @@ KINDS: Final = (
 )
 """Kinds of commands that are no phases of a weight sync."""
 COMMAND_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+BEHIND_MAX: Final = 8
+"""Versions behind the newest committed one that have a series of their own."""
 SYNC_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 READ: Final[Table] = {
@@ -104,6 +106,12 @@ class BusCollector(TableCollector):
         self._lost = Counted(
             "rolloutctl_agents_lost_total", "Agents that left the fleet, by what showed it.", ["reason"], registry=None
         )
+        self._samples = Counted(
+            "rolloutctl_sample_tokens_total",
+            "Tokens that the trainer judged, by how many versions they were behind; `more` than 8, or unknown.",
+            ["behind", "result"],
+            registry=None,
+        )
         self._durations = Histogram(
             "rolloutctl_command_duration_seconds",
             "From publishing a command to its last outcome; phases of syncs apart.",
@@ -126,7 +134,7 @@ class BusCollector(TableCollector):
             registry=None,
         )
         self._begin_at_zero()
-        counted = (self._commands, self._outcomes, self._refused, self._lost)
+        counted = (self._commands, self._outcomes, self._refused, self._lost, self._samples)
         super().__init__(READ, (*counted, self._durations, self._phases, self._syncs))
         self._sync_began_us: dict[str, int] = {}  # by adapter; of base weights under ""
         self._bus.decisions.add(self._note)
@@ -145,6 +153,9 @@ class BusCollector(TableCollector):
         ):
             for value in values:
                 counted.labels(value)
+        for result in ("accepted", "refused"):
+            for behind in (*range(BEHIND_MAX + 1), "more"):
+                self._samples.labels(str(behind), result)
 
     def read(self) -> Iterator[Sample]:
         return _read(self._bus)
@@ -152,6 +163,10 @@ class BusCollector(TableCollector):
     def _note(self, event: events.CoordinatorEvent, effects: events.CoordinatorEffects) -> None:
         if isinstance(event, events.PeerLost):
             self._lost.labels(event.reason).inc()
+        elif isinstance(event, events.SamplesCounted):
+            for count in event.counts:
+                behind = str(count.staleness) if count.staleness in range(BEHIND_MAX + 1) else "more"
+                self._samples.labels(behind, "accepted" if count.accepted else "refused").inc(count.tokens)
         elif isinstance(event, events.SyncRequested) and not any(isinstance(done, events.Refuse) for done in effects):
             self._sync_began_us[event.adapter.name if event.adapter is not None else ""] = event.at_us
         for effect in effects:

@@ -21,7 +21,9 @@ from controlplane.bus.thread import BusThread
 from controlplane.engine_commands import EngineCommands, Replicas, target_of
 from controlplane.machine.events import OnUnreachable
 from controlplane.machine.fleet_view import FleetView
+from controlplane.machine.provenance import Provenance, Verdict, accepts
 from controlplane.record.log import RunLog
+from controlplane.samples import SampleCounts
 from controlplane.sending import SendWeights, send_when_loading
 from controlplane.steps import Profiling, Step
 from controlplane.tickets import Ticket
@@ -106,6 +108,7 @@ class ControlPlane(EngineCommands):
         folder = keys or os.environ.get(KEYS_VARIABLE)
         self._keys = KeyFolder(Path(folder)) if folder else None
         self._begun: Step | None = None
+        self._samples, self._step = SampleCounts(), 0
         self._senders: list[threading.Thread] = []
         self._opened: BusThread | None = None
         self._owner: threading.Thread | None = None
@@ -162,6 +165,7 @@ class ControlPlane(EngineCommands):
         if self._opened is None or self._opened.misused is not None:  # a fork leaves its parent's open
             return
         opened = self._opened
+        self._record_samples()
         try:
             self._profiling.close()
         finally:
@@ -250,6 +254,53 @@ class ControlPlane(EngineCommands):
             BusFaulted, BusClosed: Nothing is known of it.
         """
         return self.bus.view()
+
+    def provenance(self, answer: object, *, replica: int | None = None, model: str = "") -> list[Provenance]:
+        """Return which weights made each sequence of an engine's answer, and whether that is proven.
+
+        Takes microseconds, and no turn of the bus. `accepts` says whether to train on one.
+
+        Args:
+            answer: As JSON decoded it, or the engine's own object: SGLang's `/generate`, completions and chat, vLLM's
+                `RequestOutput` and `/inference/v1/generate`, verl's `TokenOutput`; or a list of them.
+            replica: That made it; None if that is not known.
+            model: The engine's name of an adapter's version, such as `policy-v7`, if the request named one and the
+                answer does not. Labels count for base weights alone: engines have one, whatever adapter made a token.
+
+        Raises:
+            ConfigError: The answer says nothing of its weights, or not how many tokens it has.
+            BusFaulted, BusClosed: Nothing is known of the fleet.
+        """
+        return self.bus.view().provenance(answer, replica=replica, model=model)
+
+    def accepts(
+        self,
+        provenance: Provenance,
+        *,
+        max_staleness: int | None = None,
+        mixed: bool = True,
+        unproven: bool = False,
+    ) -> Verdict:
+        """Return whether a sequence may be trained on, by the versions that made it: true, or false with a `reason`.
+
+        Each is counted, and the counts of each step are in the log: the report, `rolloutctl log verify` and the metrics
+        have them.
+
+        Args:
+            provenance: Of the sequence.
+            max_staleness: How many versions behind the newest committed one its oldest token may be; None for any
+                number.
+            mixed: Take sequences that more than one version made, as those that ran during a sync with `keep`.
+            unproven: Take tokens of weights that their replica was not proven to hold, or that the run does not know.
+                `log verify` names them. Those of an aborted sync are never taken.
+        """
+        verdict = accepts(provenance, max_staleness=max_staleness, mixed=mixed, unproven=unproven)
+        self._samples.add(provenance, accepted=bool(verdict))
+        return verdict
+
+    def _record_samples(self) -> None:
+        if self._opened is not None and (counts := self._samples.take()):
+            self._bus.note_samples(self._step, counts)
 
     def wait_for_agents(self, count: int, timeout: float = 60.0) -> Ticket[FleetStatus]:
         """Wait until `count` agents are live, and every live replica is proven to serve.
@@ -344,6 +395,7 @@ class ControlPlane(EngineCommands):
             SyncInProgress: From the ticket. Another sync has not ended yet.
         """
         bus = self.bus
+        self._record_samples()
         source, manifest = self._checked_source(source, manifest, content)
         ticket = bus.sync(
             version,
@@ -397,6 +449,7 @@ class ControlPlane(EngineCommands):
             CommandError: From the ticket. The version or the path was used before, or the base is another.
             SyncInProgress: From the ticket. Another sync of this adapter has not ended yet.
         """
+        self._record_samples()
         place = Path(path).as_posix()  # engines are asked for what they list by this very path
         found = read_checkpoint(resolve_below(self._checkpoints, place), adapter=True)
         return self.bus.sync(
@@ -467,6 +520,8 @@ class ControlPlane(EngineCommands):
         Opens and closes profiling sessions as configured. Never raises for profiling that failed: a warning is logged,
         and the report is in `profile_reports`.
         """
+        self._record_samples()
+        self._step = max(0, global_step)
         return Step(self._profiling, global_step)
 
     def oldest_version(self) -> int:

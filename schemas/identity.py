@@ -40,6 +40,8 @@ Port = Annotated[int, Meta(ge=1, le=65_535)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Label = Annotated[str, Meta(max_length=200)]
 """An engine's own name of its weights; empty for none."""
+LAUNCH_LABEL: Final = "default"
+"""Label of the weights that an engine was launched with: that of SGLang and vLLM."""
 Text = Annotated[str, Meta(max_length=8192)]
 AdapterName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$(?!\n)")]
 """Name of a LoRA adapter. It becomes part of the names under which engines have its versions."""

@@ -214,6 +214,25 @@ class Stopped(Struct, frozen=True, kw_only=True, omit_defaults=True):
 INSECURE: Final = "INSECURE: every program that can reach this bus can command the engines; it has no keys"
 
 
+class SampleStatus(Struct, frozen=True):
+    """Samples that the trainer has judged in this run by the versions that made them.
+
+    Attributes:
+        accepted, refused: Sequences.
+        behind: By how many versions the tokens of the newest record were behind, on average; None if that is not known.
+    """
+
+    accepted: Count = 0
+    refused: Count = 0
+    behind: float | None = None
+
+    @property
+    def line(self) -> str:
+        """All of it in one line."""
+        behind = f"; the newest {self.behind:.1f} versions behind" if self.behind is not None else ""
+        return f"samples: {self.accepted:,} accepted, {self.refused:,} refused{behind}"
+
+
 class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
     """Answer to `StatusRequest`.
 
@@ -234,6 +253,7 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
         stopped: Replicas that do not generate because a command stopped them.
         hold_up: Why the bus does not go on, and since when; empty while it does.
         adapters: LoRA adapters that are served.
+        samples: Of a trainer that judges them; None for another.
     """
 
     run: Name
@@ -252,6 +272,7 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
     stopped: tuple[Stopped, ...] = ()
     hold_up: Text = ""
     adapters: tuple[AdapterStatus, ...] = ()
+    samples: SampleStatus | None = None
 
     @property
     def replicas(self) -> dict[int, ReplicaStatus]:
@@ -281,6 +302,7 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
             *(Line(f"  {text}", trouble=True) for text in self.warnings),
             *(Line(f"  {stop.text}") for stop in self.stopped if not stop.operator),
             *(Line(f"  adapter {adapter.line}", trouble=not adapter.replicas) for adapter in self.adapters),
+            *([Line(f"  {self.samples.line}")] if self.samples is not None else []),
             *(_of_agents(lines, text, trouble) for (trouble, text), lines in groups.items()),
             *(Line(f"  open: {text}") for text in self.open_lines),
         ]

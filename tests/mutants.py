@@ -62,6 +62,7 @@ NEAREST = (
     *("suppressed", "coordinator", "pushed", "sessions", "readiness", "profile_decisions", "trainer_memory"),
     *("desired", "unanswered", "way_back", "keep", "lost_trainers", "sync_reports", "observing", "keys"),
     *("commanders", "stacks", "heartbeat", "training_fleet", "tickets", "tables", "serving", "driver"),
+    *("adapters", "adapter_syncs"),
 )
 """The unit tests that feed a machine."""
 OTHERS = ("tests/scenarios", "tests/replays", "tests/golden")

@@ -13,6 +13,7 @@
                             that is out of reach: what it did then is seen once its agent is back
     I13 readable            what an agent sent for the log is a decision. The bus takes it as it comes
     I14 one adapter, once   a version of an adapter has a path that no other version has
+    I15 proven samples      the trainer takes no sample of weights that its replica was not proven to hold
 
 Of replicas that are only observed, O1 to O3 are checked (`controlplane.analysis.findings`): a torn fleet, a pause and a
 session that never ended.
@@ -159,6 +160,8 @@ class _Bus:
         position, self.now_ns = entry.position, entry.at_ns
         yield from self._overdue(position, event)
         yield from self._strangers(position, event, effects)
+        if isinstance(event, bus_events.SamplesCounted):
+            yield from self._taken(position, event)
         self._follow(event, effects)
         self._proofs.follow(event, effects)
         for effect in effects:
@@ -184,6 +187,17 @@ class _Bus:
                 waiting = tuple(sorted(self._open.pop(seq).live))
                 yield Violation("I5", position, waiting, f"seq {seq} was still open past its deadline")
             self._now_us = event.at_us
+
+    def _taken(self, position: int, event: bus_events.SamplesCounted) -> Iterator[Violation]:
+        """What the trainer took of weights that are not proven."""
+        for count in event.counts:
+            if count.accepted and count.proof not in ("proven", "launch"):
+                version = f"v{count.version}" if count.version is not None else "an unknown version"
+                what = f"{count.adapter} {version}" if count.adapter else version
+                text = (
+                    f"step {event.step}: {count.tokens:,} tokens of {what} were taken, whose weights are {count.proof}"
+                )
+                yield Violation("I15", position, (), text)
 
     def _left_open(self, position: int, effects: tuple[bus_events.CoordinatorEffect, ...]) -> Iterator[Violation]:
         """When a life begins or ends, nothing is open but what this published: its start, or aborts of its syncs."""

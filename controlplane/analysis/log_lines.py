@@ -75,6 +75,8 @@ def format_bus_event(event: bus_events.CoordinatorEvent) -> str:
             return f"asked{by} for a sync{what} to {version} from {event.source.path or pushed}"
         case bus_events.RetireRequested():
             return f"asked to retire {', '.join(event.places)}"
+        case bus_events.SamplesCounted(counts=counts):
+            return "; ".join(["samples", *map(_format_samples, counts)])
         case bus_events.SendFailed():
             return f"could not send the weights: {event.reason}"
         case bus_events.SendReturned():
@@ -87,6 +89,13 @@ def format_bus_event(event: bus_events.CoordinatorEvent) -> str:
             return "; ".join(f"{agent_of(a.peer)} {format_outcome(a.outcome)} (seq {a.seq})" for a in answers)
         case _:
             return f"{agent_of(event.peer)} {_peer_event(event)}"
+
+
+def _format_samples(count: bus_events.SampleCount) -> str:
+    what = f"{count.adapter} " if count.adapter else ""
+    version = f"v{count.version}, {count.staleness} behind" if count.version is not None else "version unknown"
+    taken = "accepted" if count.accepted else "refused"
+    return f"{what}{version}, {count.proof}: {count.sequences:,} {taken}, {count.tokens:,} tokens"
 
 
 def _peer_event(event: bus_events.PeerEvent) -> str:

@@ -170,6 +170,17 @@ class Bus(BusLoop):
         self.callers.note_sent(ticket, failure)
         self._wakeup.notify()
 
+    def note_samples(self, step: int, counts: tuple[events.SampleCount, ...]) -> None:
+        """Record what the trainer has judged. Waits for nothing; may be called from any thread.
+
+        Args:
+            step: The training step; 0 before the first.
+            counts: Since the last call.
+        """
+        counted = events.SamplesCounted(at_us=0, at_ns=0, step=step, counts=counts)
+        self.callers.note_samples(checked_request(counted))
+        self._wakeup.notify()
+
     def retire(self, places: tuple[str, ...]) -> Ticket[FleetStatus]:
         """Take places out of the run for good. Otherwise like `publish`."""
         ticket: Ticket[FleetStatus] = self.callers.new_ticket()

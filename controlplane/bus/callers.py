@@ -22,6 +22,7 @@ from controlplane.machine.events import (
     Issued,
     Refuse,
     RetireRequested,
+    SamplesCounted,
     SendFailed,
     SendReturned,
     SyncRequested,
@@ -60,7 +61,7 @@ _REFUSALS: Final = {
     "retire": CommandError,
 }
 
-Request = Issued | SyncRequested | RetireRequested | SendFailed | SendReturned
+Request = Issued | SyncRequested | RetireRequested | SendFailed | SendReturned | SamplesCounted
 _request_decoder: Decoder[Request] = Decoder(Request)
 
 
@@ -142,9 +143,9 @@ class Callers:
 
     An operator's sync becomes an order once a thread has looked at its checkpoint: the bus does not wait for it.
 
-    `new_ticket`, `add`, `note_sent`, `withdraw` and `expire` may be called from any thread, everything else in the loop
-    of the bus. An order is taken by a turn or withdrawn by another thread, never both: so a caller that gets an error
-    knows whether anything was sent.
+    `new_ticket`, `add`, `note_sent`, `note_samples`, `withdraw` and `expire` may be called from any thread, everything
+    else in the loop of the bus. An order is taken by a turn or withdrawn by another thread, never both: so a caller
+    that gets an error knows whether anything was sent.
 
     Args:
         limit: Tickets that may be open at once.
@@ -211,6 +212,10 @@ class Callers:
             self._queue(SendReturned(at_us=0, at_ns=0, ticket=ticket.number))
         else:
             self._queue(SendFailed(at_us=0, at_ns=0, ticket=ticket.number, reason=failure[:REASON_MAX]))
+
+    def note_samples(self, counted: Request) -> None:
+        """Queue what the trainer has judged, for the log."""
+        self._queue(counted)
 
     def withdraw(self, error: BusError, *tickets: Ticket[Any]) -> None:
         """Fail tickets that were added when the bus had already closed, unless a turn has their order all the same."""

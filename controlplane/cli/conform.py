@@ -2,7 +2,6 @@
 
 import inspect
 import tempfile
-from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -130,34 +129,20 @@ def _tiny_checkpoints(folder: Path) -> tuple[Path, tuple[str, str]]:
     return folder, ("1", "2")
 
 
-def _client(name: str, options: EngineOptions, engine: Engine) -> GenerationClient:
-    """The client of a server; for any other engine, what its backend brings along."""
+def _client(name: str, options: EngineOptions, engine: Any) -> GenerationClient:
+    """The client of a server; for any other engine, its backend. Raises ConfigError if that brings no tokens along."""
     if name in ("vllm", "sglang"):
         from workers.conformance.server_client import ServerClient
         from workers.engines.api_key import api_key
 
         return ServerClient(name, options.url or "", api_key(options.key_file))
-    return _BackendClient(name, engine)
-
-
-class _BackendClient:
-    """What a backend has for this test, beside the calls of an agent."""
-
-    def __init__(self, name: str, engine: Any) -> None:
-        self._generate: Any = getattr(engine, "generate", None)
-        self._memory: Any = getattr(engine, "memory_bytes", None)
-        if not inspect.isasyncgenfunction(self._generate):
-            raise ConfigError(
-                f"--engine {name}: nothing can be judged without tokens. Give the backend an async generator "
-                "`async def generate(self, prompt, max_tokens)` that yields greedy tokens. See docs/backends.md."
-            )
-
-    def generate(self, prompt: Sequence[int], max_tokens: int) -> AsyncIterator[int]:
-        tokens: AsyncIterator[int] = self._generate(prompt, max_tokens)
-        return tokens
-
-    async def memory_bytes(self) -> int | None:
-        return None if self._memory is None else int(await self._memory())
+    if not inspect.isasyncgenfunction(getattr(engine, "generate", None)):
+        raise ConfigError(
+            f"--engine {name}: nothing can be judged without tokens. Give the backend an async generator "
+            "`async def generate(self, prompt, max_tokens)` that yields greedy tokens. See docs/backends.md."
+        )
+    client: GenerationClient = engine
+    return client
 
 
 def _table(rows: list[Row]) -> Table:

@@ -216,7 +216,8 @@ def _selected_lines(fleet: FleetStatus, view: TopView, width: int) -> list[Text]
 
 
 def _adapter_lines(fleet: FleetStatus) -> list[Text]:
-    return _list([f"adapter {adapter.line}" for adapter in fleet.adapters], "cyan")
+    lines = [f"adapter {adapter.line}" for adapter in fleet.adapters]
+    return _list([*lines, *([fleet.samples.line] if fleet.samples is not None else [])], "cyan")
 
 
 def _open_lines(fleet: FleetStatus) -> list[Text]:

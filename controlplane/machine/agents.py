@@ -27,6 +27,7 @@ from controlplane.machine.coordinator_state import (
     send,
     with_sync,
 )
+from controlplane.machine.provenance import with_holders
 from controlplane.machine.publishing import send_missing
 from schemas.desired import Desired
 from schemas.formatting import agent_order, format_agents, format_list
@@ -221,7 +222,7 @@ def on_status(state: CoordinatorState, event: events.StatusReceived, effects: Ef
         sync_acked=None,
         adapters_acked={},
     )
-    return replace(state, members={**state.members, name: member})
+    return with_holders(replace(state, members={**state.members, name: member}), (name,))
 
 
 def on_lost(state: CoordinatorState, event: events.PeerLost, _: Effects) -> CoordinatorState:

@@ -37,6 +37,7 @@ from controlplane.machine.coordinator_state import (
     member_at,
     send,
 )
+from controlplane.machine.provenance import with_counted, with_holders
 from controlplane.machine.publishing import oversize, publish, retransmit
 from controlplane.machine.replicas import note_outcomes
 from schemas.commands import EpochStart, Target
@@ -162,7 +163,7 @@ def _on_answers(state: CoordinatorState, event: events.AnswersReceived, effects:
         new.setdefault(answer.seq, {}).setdefault(name, outcome)
     for seq, outcomes in sorted(new.items()):
         state = sessions.withdraw_failed_session(state, commands[seq], outcomes.values())
-        state = note_outcomes(state, commands[seq].command, outcomes.values())
+        state = with_holders(note_outcomes(state, commands[seq].command, outcomes.values()), outcomes)
     open_commands = (
         replace(command, outcomes={**command.outcomes, **new[command.record.seq]})
         if command.record.seq in new
@@ -208,6 +209,11 @@ def _end(
     return sync.on_phase_ended(state, ended, report, event, effects)
 
 
+def _on_samples(state: CoordinatorState, event: events.SamplesCounted, _: Effects) -> CoordinatorState:
+    """What the trainer judged commands nothing: it is for those who read the status and the log."""
+    return replace(state, samples=with_counted(state.samples, event))
+
+
 REACTIONS: Final[dict[type[Struct], Callable[[CoordinatorState, Any, Effects], CoordinatorState]]] = {
     events.Opened: _on_opened,
     events.Issued: _on_issued,
@@ -215,6 +221,7 @@ REACTIONS: Final[dict[type[Struct], Callable[[CoordinatorState, Any, Effects], C
     events.SendFailed: sync.on_send_failed,
     events.SendReturned: sync.on_send_returned,
     events.RetireRequested: agents.on_retire_requested,
+    events.SamplesCounted: _on_samples,
     events.HelloReceived: agents.on_hello,
     events.JoinReceived: agents.on_join,
     events.StatusReceived: _on_status,

@@ -13,7 +13,7 @@ from schemas.config import BusConfig
 from schemas.desired import Committed, Desired
 from schemas.identity import Count, Positive, agent_of
 from schemas.outcomes import Missing
-from schemas.reports import AgentOutcome, Report
+from schemas.reports import AgentOutcome, Report, SampleStatus
 from schemas.wire import CommandRecord, Downward, Hello, Rejoin
 
 UNSEEN_STOP: Final = -1
@@ -100,11 +100,26 @@ class OpenCommand(Struct, frozen=True, kw_only=True):
         return (*self.absent, *self.outcomes.values())
 
 
+class LoadedWeights(Struct, frozen=True):
+    """Base weights that engines may have loaded.
+
+    Attributes:
+        weights: They.
+        committed: A sync committed them.
+        holders: Replicas that were ever proven to hold them, in order.
+    """
+
+    weights: Committed
+    committed: bool = False
+    holders: tuple[Count, ...] = ()
+
+
 class UsedAdapter(Struct, frozen=True):
     """A version of an adapter that engines may have loaded.
 
     Attributes:
         adapter: The version.
+        holders: Replicas that were ever proven to hold it, in order.
         loaded_seq: Position of the newest command to load it.
         committed_seq: Position of its commit; 0 if it was not committed.
         dropped_seq: Position from which on replicas need not hold it; 0 while they should.
@@ -114,6 +129,7 @@ class UsedAdapter(Struct, frozen=True):
     loaded_seq: Count = 0
     committed_seq: Count = 0
     dropped_seq: Count = 0
+    holders: tuple[Count, ...] = ()
 
 
 class KnownAdapter(Struct, frozen=True, kw_only=True):
@@ -195,12 +211,13 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
         stops: Of each replica that should not generate; of those that have not been seen yet under `UNSEEN_STOP`.
         syncs: The syncs in progress, by `Sync.key`.
         newest_version: The newest that a sync was ever requested for.
-        loaded: Weights that entered the load phase of a sync, the newest of them, in the order of their versions.
+        loaded: Base weights that entered the load phase of a sync, the newest of them, in the order of their versions.
         claims: Places in the fleet that another incarnation claims: which one, and since when (µs).
         retired: Agents that an operator took out of the run for good.
         trainer_session: Step of the profiling session that the trainer opened, until a stop of that step.
         adapters: LoRA adapters, by name.
         discarded_seq: Position of the newest sleep after which engines have to load their adapters again.
+        samples: What the trainer has judged.
     """
 
     run: str = ""
@@ -215,12 +232,13 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     stops: Mapping[int, Stop] = {}
     syncs: Mapping[str, Sync] = {}
     newest_version: Count = 0
-    loaded: tuple[Committed, ...] = ()
+    loaded: tuple[LoadedWeights, ...] = ()
     claims: Mapping[str, tuple[str, int]] = {}
     retired: frozenset[str] = frozenset()
     trainer_session: Count | None = None
     adapters: Mapping[str, KnownAdapter] = {}
     discarded_seq: Count = 0
+    samples: SampleStatus | None = None
 
     @property
     def sync(self) -> Sync | None:

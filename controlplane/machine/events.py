@@ -11,12 +11,14 @@ from msgspec import Meta, Struct
 from schemas.agent_status import AgentStatus
 from schemas.commands import AdapterRequest, Command, Manifest, Source, Target
 from schemas.config import ObservePolicy
-from schemas.identity import Count, InFlight, Milliseconds, Name, Port, Positive, Text
+from schemas.identity import Count, InFlight, Label, Milliseconds, Name, Port, Positive, Text
 from schemas.outcomes import Outcome
 from schemas.reports import Report, SyncReport
 from schemas.wire import Downward, Envelope, Hello
 
 Peer = Annotated[str, Meta(max_length=255)]
+Proof = Literal["proven", "launch", "unproven", "aborted", "unknown"]
+"""Whether weights were proven to be what a replica had, see `controlplane.machine.provenance`."""
 OnUnreachable = Literal["skip", "wait"]
 """What a sync does about replicas that are known to be unable to answer: skip them, or wait for them."""
 
@@ -135,6 +137,43 @@ class SendReturned(Struct, frozen=True, kw_only=True, tag="send_returned"):
     ticket: Positive
 
 
+class SampleCount(Struct, frozen=True, kw_only=True):
+    """Sequences and tokens that one version of the weights made.
+
+    Attributes:
+        adapter: That made them; empty for base weights alone.
+        version: In this run; None if it is not known.
+        staleness: By how many versions it was behind the newest committed one; None if that is not known.
+        proof: Whether their replica was proven to hold these weights, as in `TokenSpan`.
+        accepted: The trainer took them.
+        sequences: Those whose first token it made.
+        tokens: All that it made.
+    """
+
+    adapter: Label = ""
+    version: Count | None
+    staleness: Count | None
+    proof: Proof
+    accepted: bool
+    sequences: Count
+    tokens: Count
+
+
+class SamplesCounted(Struct, frozen=True, kw_only=True, tag="samples_counted"):
+    """What the trainer has judged since the last record of this kind.
+
+    Attributes:
+        ticket: 0, since no caller waits for it.
+        step: The training step; 0 before the first.
+    """
+
+    at_us: int
+    at_ns: int
+    ticket: Count = 0
+    step: Count
+    counts: tuple[SampleCount, ...]
+
+
 class HelloReceived(Struct, frozen=True, kw_only=True, tag="hello"):
     """An agent introduced itself.
 
@@ -219,7 +258,7 @@ class Closed(Struct, frozen=True, kw_only=True, tag="closed"):
 
 
 PeerEvent = HelloReceived | JoinReceived | StatusReceived | ResendRequested | PeerLost
-CallerEvent = Issued | SyncRequested | RetireRequested | SendFailed | SendReturned
+CallerEvent = Issued | SyncRequested | RetireRequested | SendFailed | SendReturned | SamplesCounted
 CoordinatorEvent = Opened | CallerEvent | PeerEvent | AnswersReceived | TimerFired | Closed
 
 # --- effects ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from controlplane.machine.adapters import adapter_statuses, oldest_adapter
 from controlplane.machine.coordinator_state import CoordinatorState
+from controlplane.machine.engine_answers import labelled_tokens, model_of
+from controlplane.machine.provenance import Provenance, provenance
 from controlplane.machine.replicas import oldest_version, proven_replicas
 from schemas.identity import RolloutMode
 from schemas.reports import AdapterStatus
@@ -42,6 +44,24 @@ class FleetView:
     def oldest_adapter(self, name: str) -> int:
         """Return the oldest version of an adapter whose files a replica may still read; 0 if none is needed."""
         return oldest_adapter(self.state, name)
+
+    def provenance(self, answer: object, *, replica: int | None = None, model: str = "") -> list[Provenance]:
+        """Return which weights made each sequence of an engine's answer, and whether that is proven.
+
+        Args:
+            answer: As JSON decoded it, or the engine's own object: SGLang's `/generate`, completions and chat, vLLM's
+                `RequestOutput` and `/inference/v1/generate`, verl's `TokenOutput`; or a list of them.
+            replica: That made it; None if that is not known.
+            model: The engine's name of an adapter's version, such as `policy-v7`, if the request named one and the
+                answer does not. Labels count for base weights alone: engines have one, whatever adapter made a token.
+
+        Raises:
+            ConfigError: The answer says nothing of its weights, or not how many tokens it has.
+        """
+        model = model or model_of(answer)
+        adapters = (used.adapter.model for known in self.state.adapters.values() for used in known.used)
+        labelled = labelled_tokens(answer, model if model in adapters else "")
+        return [provenance(self.state, sequence, replica) for sequence in labelled]
 
     def unfit(self, replica: int) -> str:
         """Return why a replica must not get requests; empty if it may: it is proven to serve what is committed.

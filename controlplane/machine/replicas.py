@@ -206,6 +206,13 @@ def _in_doubt(member: Member, desired: Desired) -> bool:
     return not member.sync_acked if member.sync_acked is not None else bool(_wrong_weights(member, desired))
 
 
+def holds_committed(member: Member, desired: Desired) -> bool:
+    """Return whether the replica is proven to hold its newest committed weights."""
+    if desired.committed is None or _in_doubt(member, desired):
+        return False
+    return bool(member.sync_acked) or (member.status is not None and member.status.version == desired.version)
+
+
 def oldest_version(state: CoordinatorState) -> int:
     """Return the oldest version that a known replica, or one that is new, may still have to load."""
     versions = [state.desired[replica].version for replica in syncing_replicas(state, Target()) & state.desired.keys()]

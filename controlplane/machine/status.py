@@ -72,6 +72,7 @@ def fleet_status(
         unproven=tuple(sorted(unproven)),
         stopped=stopped_replicas(state),
         adapters=tuple(adapter_statuses(state).values()),
+        samples=state.samples,
     )
 
 

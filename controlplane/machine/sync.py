@@ -151,6 +151,8 @@ def _commit(state: CoordinatorState, sync: Sync, event: events.CoordinatorEvent,
         return _abort(state, replace(sync, failure=failure), event, effects)
     if (adapter := adapter_of(sync)) is not None:
         state = with_committed(state, adapter)
+    else:
+        state = replace(state, loaded=with_loaded(state.loaded, sync, committed=True))
     return _open(state, replace(sync, phase="commit", held_until_us=None), command, event, effects)
 
 

@@ -8,7 +8,9 @@ load.
 
 from typing import Final
 
-from controlplane.machine.coordinator_state import CoordinatorState, Sync
+from msgspec.structs import replace
+
+from controlplane.machine.coordinator_state import CoordinatorState, LoadedWeights, Sync
 from controlplane.machine.replicas import syncing_replicas
 from schemas.commands import Checkpoint, Pushed, Source
 from schemas.desired import Committed
@@ -25,12 +27,13 @@ def weights_of(sync: Sync) -> Committed:
     return Committed(sync.version, sync.request.source, sync.request.manifest)
 
 
-def with_loaded(loaded: tuple[Committed, ...], sync: Sync) -> tuple[Committed, ...]:
-    """Return the weights that engines may have taken, with those of a sync."""
+def with_loaded(loaded: tuple[LoadedWeights, ...], sync: Sync, *, committed: bool = False) -> tuple[LoadedWeights, ...]:
+    """Return the weights that engines may have taken, with those of a sync that loads or commits them."""
     weights = weights_of(sync)
-    if weights in loaded:
-        return loaded
-    return tuple(sorted((*loaded, weights), key=lambda known: known.version))[-LOADED_MAX:]
+    known = next((known for known in loaded if known.weights == weights), LoadedWeights(weights))
+    changed = replace(known, committed=known.committed or committed)
+    others = (other for other in loaded if other is not known)
+    return tuple(sorted((*others, changed), key=lambda known: known.weights.version))[-LOADED_MAX:]
 
 
 def refused_number(sync: Sync) -> str:
@@ -43,7 +46,7 @@ def refused_number(sync: Sync) -> str:
 
 def refused_version(state: CoordinatorState, sync: Sync) -> str:
     """Return why the version of a requested sync can't be used; empty if it can."""
-    version, loaded = sync.version, state.loaded
+    version, loaded = sync.version, [known.weights for known in state.loaded]
     advice = "Take a newer one, or None to let the run count. Nothing was published"
     if reason := refused_number(sync) or _refused_label(state, weights_of(sync)):
         return reason
@@ -66,7 +69,7 @@ def next_version(state: CoordinatorState, source: Source) -> int:
     Agents label what they load with its number, so it passes over labels of pushes.
     """
     version = state.newest_version + 1
-    taken = [weights.source.label for weights in state.loaded if isinstance(weights.source, Pushed)]
+    taken = [known.weights.source.label for known in state.loaded if isinstance(known.weights.source, Pushed)]
     while not isinstance(source, Pushed) and str(version) in taken:
         version += 1
     return version
@@ -74,7 +77,7 @@ def next_version(state: CoordinatorState, source: Source) -> int:
 
 def _refused_label(state: CoordinatorState, weights: Committed) -> str:
     """Why engines that have the label of these weights could hold others; empty if nothing is known of that."""
-    label = _label(weights)
+    label = label_of(weights)
     for known in _pushed_as(state, label, weights.version):
         if isinstance(weights.source, Pushed) and _same_bytes(known, weights) is not False:
             continue  # the same weights may be synced again
@@ -99,15 +102,15 @@ def doubted_label(state: CoordinatorState, weights: Committed) -> str:
     )
 
 
-def _label(weights: Committed) -> str:
-    """The label that engines have with these weights: agents give those that they load the number of the version."""
+def label_of(weights: Committed) -> str:
+    """Return the label that engines have with these weights: agents give those that they load the version's number."""
     return weights.source.label if isinstance(weights.source, Pushed) else str(weights.version)
 
 
 def _pushed_as(state: CoordinatorState, label: str, version: int) -> list[Committed]:
     """What was pushed under this label as other versions."""
-    pushed = (known for known in state.loaded if isinstance(known.source, Pushed) and known.version != version)
-    return [known for known in pushed if _label(known) == label]
+    loaded = (known.weights for known in state.loaded if known.weights.version != version)
+    return [known for known in loaded if isinstance(known.source, Pushed) and label_of(known) == label]
 
 
 def _same_bytes(one: Committed, other: Committed) -> bool | None:
@@ -119,7 +122,7 @@ def _same_bytes(one: Committed, other: Committed) -> bool | None:
 def holding_replicas(state: CoordinatorState, sync: Sync) -> frozenset[int]:
     """Return replicas that have been told to serve just these weights already, and may."""
     weights = weights_of(sync)
-    if not any(weights == known for known in state.loaded):  # the usual case
+    if not any(weights == known.weights for known in state.loaded):  # the usual case
         return frozenset()
     desired = state.desired
     return frozenset(

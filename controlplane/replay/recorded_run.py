@@ -4,9 +4,12 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
+from controlplane.machine.coordinator import CoordinatorState, decide
 from controlplane.machine.events import Conclude, Publish
-from controlplane.record.entries import LogEntry
+from controlplane.machine.fleet_view import FleetView
+from controlplane.record.entries import LogEntry, LogMark
 from controlplane.record.log import RunHeader, RunLog
+from controlplane.record.marks import decode_state
 from schemas.commands import Command, UnknownCommand
 from schemas.errors import ConfigError, LogCorrupt, LogError
 from schemas.events import Answer, Effect, Event
@@ -69,6 +72,20 @@ class RecordedRun:
                 if isinstance(effect, Answer):
                     found.setdefault(effect.seq, effect.outcome)
         return found
+
+    def fleet_at(self, position: int | None = None) -> FleetView:
+        """Return what the bus knew of the fleet, for instance to ask for the provenance of an answer of that moment.
+
+        Args:
+            position: Of the last record that it had written; None for the end of the log.
+        """
+        state: CoordinatorState | None = None
+        for entry in RunLog.walk(self.path):
+            if isinstance(entry, LogMark) and state is None:  # the log begins with it
+                state = decode_state(entry)
+            elif isinstance(entry, LogEntry) and not entry.agent and (position is None or entry.position <= position):
+                state, _ = decide(state or CoordinatorState(), entry.typed_event())  # type: ignore[arg-type]
+        return FleetView(state or CoordinatorState())
 
     def _effects(self) -> Iterator[object]:
         for entry in self.entries:

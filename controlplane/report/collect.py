@@ -123,6 +123,8 @@ class _Collector:
                 self.report.epochs += 1
             case bus_events.Closed():
                 self.report.closed = True
+            case bus_events.SamplesCounted():
+                self.totals.counted(event)
             case bus_events.JoinReceived():
                 self._causes.returned(agent_of(event.peer))
             case bus_events.PeerLost() if lost is not None:

@@ -59,6 +59,21 @@ class CommandSummary(Struct, kw_only=True):
         return not self.concluded or any(group.kind in ("failed", "missing") for group in self.outcomes)
 
 
+class SampleSummary(Struct, kw_only=True):
+    """Samples that were as many versions behind.
+
+    Attributes:
+        accepted, refused: Sequences.
+        tokens: Those of both.
+        unproven: Tokens of weights that were not proven.
+    """
+
+    accepted: int = 0
+    refused: int = 0
+    tokens: int = 0
+    unproven: int = 0
+
+
 class StepSummary(Struct, kw_only=True):
     """Commands between the ends of two weight syncs.
 

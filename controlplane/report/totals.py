@@ -13,12 +13,15 @@ from msgspec import Struct, field
 
 from controlplane.analysis.findings import OBSERVED, ObservedReplica
 from controlplane.analysis.invariants import Violation
+from controlplane.machine.events import SamplesCounted
+from controlplane.machine.provenance import mean_staleness
 from controlplane.report.fleet_history import AgentHistory, Quarantine, ReplicaHistory
 from controlplane.report.model import (
     Cause,
     CommandSummary,
     Latencies,
     Refusal,
+    SampleSummary,
     StepSummary,
     Straggler,
     group_by_reason,
@@ -47,6 +50,8 @@ class RunReport(Struct, kw_only=True):
     Attributes:
         untraced: Commands after which a rank lacked its trace.
         left_out: What was counted and not kept.
+        samples: By how many versions they were behind; None where that is not known.
+        staleness: Training step, and how many versions its tokens were behind on average, of the newest steps.
         unexplained: Quarantines that belong to none of the causes.
         aborted: Weight syncs that were aborted, those for the same reason together.
         stopped: Replicas that a command kept from generating at the end of the log.
@@ -70,6 +75,8 @@ class RunReport(Struct, kw_only=True):
     untraced: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     damage: str = ""
+    samples: dict[int | None, SampleSummary] = {}
+    staleness: list[tuple[int, float]] = []
     agents: list[AgentHistory] = []
     quarantines: list[Quarantine] = []
     unexplained: list[Quarantine] = []
@@ -174,6 +181,17 @@ class Totals:
     def aborted(self, headline: str, now_ns: int) -> None:
         """Add a weight sync that was aborted."""
         self._add_alike(self._report.aborted, "aborted", headline, now_ns)
+
+    def counted(self, event: SamplesCounted) -> None:
+        """Add samples that the trainer judged."""
+        if (mean := mean_staleness(event)) is not None:
+            self._report.staleness = [*self._report.staleness[1 - MAX_COMMANDS :], (event.step, mean)]
+        for count in event.counts:
+            summary = self._report.samples.setdefault(count.staleness, SampleSummary())
+            summary.accepted += count.sequences * count.accepted
+            summary.refused += count.sequences * (not count.accepted)
+            summary.tokens += count.tokens
+            summary.unproven += count.tokens * (count.proof not in ("proven", "launch"))
 
     def _add_alike(self, kept: list[Refusal], kind: str, reason: str, now_ns: int) -> None:
         """Add what went wrong to others that did for the same reason."""

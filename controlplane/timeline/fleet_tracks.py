@@ -195,7 +195,7 @@ class AgentTracks:
         self._open: dict[int, OpenSlice] = {}
         self._call: tuple[events.Perform, OpenSlice] | None = None
         self._conditions: dict[str, OpenSlice] = {}  # by thread
-        self._version: int | None = None
+        self._versions: dict[str, int] = {}  # by what they are of
 
     def draw(self, peer: str, event: events.Event, effects: tuple[events.Effect, ...], at_ns: int) -> Events:
         """Draw one decision. `at_ns` is on the bus's clock, known to the millisecond."""
@@ -274,7 +274,7 @@ class AgentTracks:
             case events.StopProfile():
                 yield from self._set("profile session", "", at_ns)
             case events.Load(version=version):
-                yield from self._count_version(version, at_ns)
+                yield from self._count_version("weight", version, at_ns)
 
     def _observe(self, seen: events.Observation, at_ns: int) -> Events:
         if seen.generating is not None:
@@ -284,7 +284,9 @@ class AgentTracks:
         if seen.profiling is False:
             yield from self._set("profile session", "", at_ns)
         if seen.version is not None:
-            yield from self._count_version(seen.version, at_ns)
+            yield from self._count_version("weight", seen.version, at_ns)
+        for adapter, versions in _versions_of(seen.adapters or ()).items():
+            yield from self._count_version(f"adapter {adapter}", max(versions), at_ns)
 
     def _set(self, thread: str, condition: str, at_ns: int) -> Events:
         """A condition holds from now on; an empty one ends the last."""
@@ -294,14 +296,23 @@ class AgentTracks:
         if condition and thread not in self._conditions:
             self._conditions[thread] = OpenSlice(self._process, thread, condition, at_ns)
 
-    def _count_version(self, version: int, at_ns: int) -> Events:
+    def _count_version(self, what: str, version: int, at_ns: int) -> Events:
         identity = self._identity
-        if identity.role == ROLLOUT and identity.node_rank == 0 and version != self._version:
-            self._version = version
-            yield self._process.counter(f"replica {identity.replica} weight version", version, at_ns)
+        if identity.role == ROLLOUT and identity.node_rank == 0 and version != self._versions.get(what):
+            self._versions[what] = version
+            yield self._process.counter(f"replica {identity.replica} {what} version", version, at_ns)
 
     def _mark(self, name: str, at_ns: int) -> TraceEvent:
         return self._process.instant("events", name, at_ns)
+
+
+def _versions_of(models: Iterable[str]) -> dict[str, list[int]]:
+    """The versions of each adapter, by what engines call them: `policy-v7`."""
+    found: dict[str, list[int]] = {}
+    for name, _, version in (model.rpartition("-v") for model in models):
+        if name and version.isdecimal():
+            found.setdefault(name, []).append(int(version))
+    return found
 
 
 def fleet_events(survey: LogSurvey, processes: Mapping[str, ProcessTracks], entries: Iterable[LogEntry]) -> Events:

@@ -1,15 +1,17 @@
 """Weights to the fleet by checkpoint directories: written beside, renamed, synced, and deleted. Needs no trainer."""
 
 import os
+import secrets
 import shutil
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from controlplane.bus.callers import PHASES
 from controlplane.plane import ControlPlane
+from controlplane.tickets import Ticket
 from schemas.errors import AgentsMissing, ConfigError, SyncInProgress
 from schemas.identity import InFlight
 from schemas.logs import logger_of
@@ -25,15 +27,16 @@ class CheckpointSync:
     """Brings the fleet to weights that the trainer writes as files.
 
     Each version gets a directory of its own below the plane's `checkpoints`. After a commit all but the `keep` newest
-    are deleted, unless a replica may still have to load one (`ControlPlane.oldest_version`). Directories of an earlier
-    life of the trainer stay.
+    are deleted, unless a replica may still have to load one (`ControlPlane.oldest_version`, `oldest_adapter`).
+    Directories of an earlier life of the trainer stay.
 
     Args:
         plane: The open control plane.
-        keep: Newest checkpoints that are never deleted, at least 1.
+        keep: Newest checkpoints that are never deleted, at least 1. Of an adapter, replicas hold as many versions.
         in_flight: What happens to running requests, see `ControlPlane.sync_weights`.
         quorum: As for `ControlPlane.sync_weights`.
         timeout: Seconds for each phase.
+        adapter: Name of a LoRA adapter whose versions the directories are; empty for weights.
 
     Raises:
         ConfigError: The directory of checkpoints does not exist, or a value is out of bounds.
@@ -47,13 +50,14 @@ class CheckpointSync:
         in_flight: InFlight = "abort",
         quorum: int | None = None,
         timeout: float = 600.0,
+        adapter: str = "",
     ) -> None:
         if keep < 1:
             raise ConfigError(f"keep is {keep}: the checkpoint that the fleet serves can't be deleted, so at least 1")
         self._plane, self._keep, self._root = plane, keep, plane.checkpoints
         self._in_flight, self._quorum, self._timeout = in_flight, quorum, timeout
+        self.adapter = adapter
         self._written: list[tuple[Path, int | None]] = []  # the oldest first; with its version, once that is known
-        self._absent: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         if not self._root.is_dir():
             raise ConfigError(
                 f"checkpoints {self._root}: no such directory. Make it where every agent can read it, and give it to "
@@ -73,7 +77,8 @@ class CheckpointSync:
         """Write a checkpoint, bring the fleet to it, and delete those that are not needed any more.
 
         Args:
-            name: Of its directory, which gets a number if that name is taken.
+            name: Of its directory, which gets a number if that name is taken. That of an adapter gets more: engines
+                may read again what was there before, in an earlier life of the trainer.
             write: Writes the files into the directory that it is given.
 
         While an operator's sync has not ended, this one waits for as long as one may take.
@@ -82,26 +87,19 @@ class CheckpointSync:
             CommandFailed: The sync was aborted; the fleet serves what it served before.
             SyncInProgress: Another sync did not end in that time.
         """
-        folder = self._write(name, write)
+        folder = self._write(f"{self.adapter}-{name}-{secrets.token_hex(4)}" if self.adapter else name, write)
         self._written.append((folder, None))  # from now on an agent may need it, however this ends
         report = self._sync(folder.name)
         self._note_version(report.version)
         report.raise_unless_committed()
-        absent = (report.quarantined, report.unproven)
-        if absent != self._absent:
-            logger.warning("%s", report.headline)
-        self._absent = absent
         self._delete_unneeded()
         return report
 
     def _sync(self, name: str) -> SyncReport:
         until, said = time.monotonic() + PHASES * self._timeout, False
         while True:
-            ticket = self._plane.sync_weights(
-                None, name, in_flight=self._in_flight, quorum=self._quorum, timeout=self._timeout
-            )
             try:
-                return ticket.wait()
+                return self._begin(name).wait()
             except SyncInProgress as error:
                 if time.monotonic() > until:
                     raise
@@ -109,6 +107,12 @@ class CheckpointSync:
                     logger.warning("%s is not published yet, since another sync has not ended: %s", name, error)
                 said = True
             threading.Event().wait(TRY_AGAIN_S)
+
+    def _begin(self, name: str) -> Ticket[SyncReport]:
+        limits: dict[str, Any] = {"quorum": self._quorum, "timeout": self._timeout}
+        if self.adapter:
+            return self._plane.sync_adapter(self.adapter, None, name, keep=self._keep, **limits)
+        return self._plane.sync_weights(None, name, in_flight=self._in_flight, **limits)
 
     def _note_version(self, version: int) -> None:
         """The newest is of this version. Those whose syncs had no report are of older ones, whichever."""
@@ -131,7 +135,8 @@ class CheckpointSync:
         return folder
 
     def _delete_unneeded(self) -> None:
-        needed, kept = self._plane.oldest_version(), self._written[-self._keep :]
+        plane, kept = self._plane, self._written[-self._keep :]
+        needed = plane.oldest_adapter(self.adapter) if self.adapter else plane.oldest_version()
         for folder, version in self._written[: -self._keep]:
             if version is not None and version < needed:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Rollouts from the replicas of a fleet, over the completions route of OpenAI that vLLM serves. Needs no trainer.
 
-Only replicas that are proven to serve the newest weights are asked. What one does not answer is asked of the others; so
-is what it still owes when it has stopped serving, while others serve.
+Only replicas that are proven to serve the newest weights are asked, or the newest version of an adapter. What one does
+not answer is asked of the others; so is what it still owes when it has stopped serving, while others serve.
 """
 
 import itertools
@@ -17,6 +17,7 @@ import httpx
 from schemas.errors import AgentsMissing, ConfigError, EngineError
 from schemas.formatting import format_replicas
 from schemas.logs import logger_of
+from schemas.reports import AdapterStatus
 
 logger = logger_of("trainers")
 
@@ -31,6 +32,8 @@ T = TypeVar("T")
 Prompt = Sequence[int]
 Share = Sequence[int]
 """Which of the prompts, by index."""
+NewestAdapter = Callable[[], AdapterStatus | None]
+"""The newest committed version of a LoRA adapter, from `ControlPlane.adapters`; None while there is none."""
 
 
 class Rollout(NamedTuple):
@@ -70,12 +73,15 @@ class CompletionsClient:
         self._http = httpx.Client(timeout=timeout, trust_env=False)
         self._models: dict[int, str] = {}
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Mapping[str, Any]) -> list[Rollout]:
-        """Return one completion for each prompt, in their order.
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Mapping[str, Any], adapter: NewestAdapter | None = None
+    ) -> list[Rollout]:
+        """Return one completion for each prompt, in their order; with an adapter, each of one version of it.
 
         Args:
             prompts: Token ids of each.
             sampling: Other fields of the request, such as `max_tokens` and `temperature`.
+            adapter: Looks up the LoRA adapter to name, and which replicas hold it; None for the weights themselves.
 
         Raises:
             ConfigError: A replica that serves has no URL, or an URL no vLLM, before anything was ever sampled.
@@ -88,9 +94,9 @@ class CompletionsClient:
         avoided: set[int] = set()
         until = time.monotonic() + self._timeout
         while open_ := [index for index in range(len(prompts)) if index not in completions]:
-            replicas = self._able(avoided, until)
-            shares = split(prompts, open_, len(replicas))
-            for replica, answer in self._ask(dict(zip(replicas, shares, strict=False)), prompts, sampling):
+            replicas, model = self._able(adapter, avoided, until)
+            shares = dict(zip(replicas, split(prompts, open_, len(replicas)), strict=False))
+            for replica, answer in self._ask(shares, prompts, {**model, **sampling}):
                 if isinstance(answer, httpx.TransportError):
                     avoided.add(replica)
                     logger.warning("replica %d does not answer, its prompts go to others: %r", replica, answer)
@@ -120,19 +126,33 @@ class CompletionsClient:
             self._models[replica] = answer.json()["data"][0]["id"]
         return self._models[replica]
 
-    def _able(self, avoided: set[int], until: float) -> list[int]:
-        """Return the replicas to ask, those that failed a moment ago only if there are no others; wait for one."""
+    def _able(self, adapter: NewestAdapter | None, avoided: set[int], until: float) -> tuple[list[int], dict[str, str]]:
+        """Return the replicas to ask, those that failed a moment ago only if there are no others; wait for one.
+
+        Args:
+            adapter: As for `generate`. The second value names it in a request.
+            avoided: Those that failed; changed here.
+            until: When to wait no longer.
+        """
         while True:
-            serving = self._serving()
-            newest = max(serving.values(), default=0)
-            able = sorted(replica for replica in serving.keys() & self._urls if serving[replica] == newest)
+            able, model = self._holders(adapter)
             if better := [replica for replica in able if replica not in avoided]:
-                return better
+                return better, model
             if time.monotonic() > until:
-                found = f"{format_replicas(able)} did not answer" if able else "none serves the newest weights"
+                what = "weights" if adapter is None else "adapter"
+                found = f"{format_replicas(able)} did not answer" if able else f"none serves the newest {what}"
                 raise AgentsMissing(f"no replica has answered for {self._timeout:g} s: {found}")
             avoided.clear()
             threading.Event().wait(LOOK_AGAIN_S)
+
+    def _holders(self, adapter: NewestAdapter | None) -> tuple[list[int], dict[str, str]]:
+        if adapter is None:
+            serving = self._serving()
+            newest = max(serving.values(), default=0)
+            return sorted(replica for replica in serving.keys() & self._urls if serving[replica] == newest), {}
+        if (held := adapter()) is None:
+            return [], {}
+        return [replica for replica in held.replicas if replica in self._urls], {"model": held.model}
 
     def _ask(
         self, shares: Mapping[int, Share], prompts: Sequence[Prompt], sampling: Mapping[str, Any]
@@ -184,7 +204,8 @@ class CompletionsClient:
         asked = {"model": self._model(replica), "prompt": [list(prompts[index]) for index in share]}
         body = {**asked, "logprobs": 0, "return_token_ids": True, **sampling}
         answer = self._http.post(f"{self._urls[replica]}/v1/completions", json=body)
-        if answer.is_server_error:
+        dropped = answer.status_code == httpx.codes.NOT_FOUND and "model" in sampling  # a newer one is named then
+        if answer.is_server_error or dropped:
             raise httpx.RemoteProtocolError(f"it answers {answer.status_code}: {answer.text[:200]}")
         if answer.is_error:
             raise EngineError(f"replica {replica} refused the rollout with {answer.status_code}: {answer.text[:500]}")

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import anyio
 import httpx
@@ -88,9 +88,9 @@ class KeepFleet:
 
     def __init__(self, kind: str, folder: Path, open_: ExitStack, config: BusConfig = BUS) -> None:
         self.kind, self.version, self.held = kind, 0, "a"
-        model = save_model(folder / "a", 1)
+        self.model = model = save_model(folder / "a", 1)
         save_weights(folder / "b", weights(2))
-        options, variables = (UNI, UNI_VARIABLES) if kind == "vllm" else ((), {})
+        options, variables = ((*UNI, SPANS), UNI_VARIABLES) if kind == "vllm" else ((), {})
         self.server = open_.enter_context(EngineServer(kind, model, folder, *options, variables=variables))
         self.server.wait_up("/health" if kind == "vllm" else "/server_info")
         self.plane: ControlPlane = open_.enter_context(
@@ -124,12 +124,27 @@ class KeepFleet:
         stream.grows_to(asked)
         return stream.tokens
 
+    def whole(self, prompt: Sequence[int], asked: int) -> dict[str, Any]:
+        """What one request gets on the route whose answers name versions. Waits until it has ended."""
+        sampling = {"temperature": 0, "ignore_eos": True}
+        if self.kind == "vllm":
+            sampling |= {"max_tokens": asked}
+            body = {"model": str(self.model), "token_ids": list(prompt), "sampling_params": sampling}
+        else:
+            sampling |= {"max_new_tokens": asked}
+            body = {"input_ids": list(prompt), "sampling_params": sampling}
+        path = "/inference/v1/generate" if self.kind == "vllm" else "/generate"
+        answer = httpx.post(self.server.url + path, json=body, timeout=300)
+        return dict(answer.raise_for_status().json())
+
     def stream(self, prompt: Sequence[int], asked: int = FROZEN) -> Stream:
         """Begin a request."""
         return Stream(self.kind, self.server.url, prompt, asked)
 
 
 UNI: Final = ("--distributed-executor-backend", "uni")
+SPANS: Final = "--enable-scale-out"
+"""Opens `/inference/v1/generate`, the route of vLLM 0.32 whose answers say which version made which tokens."""
 UNI_VARIABLES: Final = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """See `vllm_fleet.py`: no process that spins, since the soak wants the engine's time and not the machine's."""
 

@@ -1,13 +1,14 @@
 """Syncs with `in_flight="keep"` on real engines under requests that always run: what frozen and new requests get."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 
 from schemas.outcomes import Acted
 from tests.engines.reports import conclusions
-from tests.engines.soak import ANSWER, FROZEN_PROMPT, PROBE, KeepFleet, wrong_answers
+from tests.engines.soak import ANSWER, FROZEN, FROZEN_PROMPT, PROBE, KeepFleet, wrong_answers
 
 SYNCS = 3
 
@@ -59,6 +60,27 @@ def test_a_frozen_request_is_of_the_old_weights_up_to_one_token_and_of_the_new_o
     assert turn >= began
     fleet.sync(new).raise_unless_committed()
     assert fleet.answer([*FROZEN_PROMPT, *made[:turn]], len(made) - turn) == made[turn:]
+
+
+def test_each_token_of_a_frozen_request_is_traced_to_the_version_that_made_it(fleet: KeepFleet) -> None:
+    old, new, count = fleet.held, other(fleet.held), FROZEN
+    with ThreadPoolExecutor(1) as asking:
+        answer = asking.submit(fleet.whole, FROZEN_PROMPT, count)
+        beside = fleet.stream(FROZEN_PROMPT)
+        beside.grows_to(20)  # by then the other, which is older, has some
+        before = fleet.version
+        fleet.sync(new).raise_unless_committed()
+        beside.end()
+        (sample,) = fleet.plane.provenance(answer.result(), replica=0)
+    made = answer.result()["choices"][0]["token_ids"] if fleet.kind == "vllm" else answer.result()["output_ids"]
+    first, last = sample.spans
+    assert (first.version, last.version, sample.tokens, sample.mixed) == (before, before + 1, count, True)
+    assert (first.proof, last.proof, sample.staleness) == ("proven", "proven", 1)
+    assert not fleet.plane.accepts(sample, mixed=False) and fleet.plane.accepts(sample, max_staleness=1)
+    turn = last.begin
+    assert fleet.answer([*FROZEN_PROMPT, *made[:turn]], ANSWER) == made[turn : turn + ANSWER], "made by the new weights"
+    fleet.sync(old).raise_unless_committed()
+    assert fleet.answer(FROZEN_PROMPT, turn) == made[:turn], "made by the old weights"
 
 
 def test_a_cached_prompt_is_answered_by_the_weights_that_are_loaded_after_a_pause_by_hand(fleet: KeepFleet) -> None:

@@ -242,6 +242,17 @@ SAMPLES: tuple[Struct, ...] = (
         adapter=commands.AdapterRequest(name="policy", config="cc", base=5, keep=3),
     ),
     bus.RetireRequested(at_us=3, at_ns=4, ticket=3, places=("3", "1.1")),
+    bus.SamplesCounted(
+        at_us=3,
+        at_ns=4,
+        step=12,
+        counts=(
+            bus.SampleCount(
+                adapter="policy", version=7, staleness=1, proof="proven", accepted=True, sequences=64, tokens=9_000
+            ),
+            bus.SampleCount(version=None, staleness=None, proof="unknown", accepted=False, sequences=1, tokens=20),
+        ),
+    ),
     bus.HelloReceived(
         at_us=4,
         peer="1.0/i",

@@ -1,8 +1,9 @@
 """TRL's `AsyncGRPOTrainer`, unmodified, trains on two vLLM servers: a program of `test_trl.py`.
 
-`python async_grpo.py OUT VLLM PORT PORT`, in TRL's environment, writes what came out to OUT/result.json. The trainer
-asks for a GPU in two places, and gets a stand-in there: the device's name (`trl/trainer/utils.py`, for its figures
-about use), and FlashAttention 3 (`experimental/async_grpo/packing.py`, fetched from a hub), here in plain torch.
+`python async_grpo.py OUT VLLM PORT PORT vllm`, in TRL's environment, writes what came out to OUT/result.json. With
+`lora` in place of `vllm`, an adapter is trained, and synced alone. The trainer asks for a GPU in two places, and gets a
+stand-in there: the device's name (`trl/trainer/utils.py`, for its figures about use), and FlashAttention 3
+(`experimental/async_grpo/packing.py`, fetched from a hub), here in plain torch.
 """
 
 import json
@@ -15,6 +16,8 @@ from typing import Any
 import httpx
 import torch
 from datasets import Dataset
+from peft import PeftModel
+from transformers import Qwen2ForCausalLM, TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
 
 from controlplane import ControlPlane
@@ -23,8 +26,10 @@ from controlplane.trainers.trl import BusSteps, BusWeightTransfer, VllmRolloutWo
 from schemas.profiler.config import ProfilerConfig
 
 STEPS = 6
-OUT = Path(sys.argv[1])
-EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "examples" / "grpo_vllm.py"), run_name="example")
+OUT, LORA = Path(sys.argv[1]), sys.argv[5] == "lora"
+EXAMPLE = runpy.run_path(
+    str(Path(__file__).parents[2] / "docs" / "examples" / f"grpo_{sys.argv[5]}.py"), run_name="example"
+)
 
 
 def flash_attn_varlen_func(
@@ -57,7 +62,7 @@ def train(plane: ControlPlane, urls: dict[int, str], tokenizer: Any) -> dict[str
         max_completion_length=32,
         max_steps=STEPS,
         token_budget=0,  # else it asks a server of its own
-        learning_rate=1e-3,
+        learning_rate=EXAMPLE["RATE"] if LORA else 1e-3,
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
@@ -70,9 +75,8 @@ def train(plane: ControlPlane, urls: dict[int, str], tokenizer: Any) -> dict[str
     worker = VllmRolloutWorker(plane, urls, args=config, dataset=prompts, reward_funcs=[reward], tokenizer=tokenizer)
     versions: list[int] = []
 
-    class Versions(BusSteps):
+    class Versions(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **members: Any) -> None:
-            super().on_step_begin(args, state, control, **members)
             versions.append(transfer.report.version if transfer.report else 0)
 
     trainer = AsyncGRPOTrainer(
@@ -81,9 +85,10 @@ def train(plane: ControlPlane, urls: dict[int, str], tokenizer: Any) -> dict[str
         config,
         prompts,
         processing_class=tokenizer,
-        callbacks=[Versions(plane)],
+        callbacks=[transfer if LORA else BusSteps(plane), Versions()],
         weight_transfer=transfer,
         rollout_worker=worker,
+        peft_config=EXAMPLE["LORA"] if LORA else None,
     )
     trainer.train()
     assert transfer.report is not None
@@ -91,20 +96,42 @@ def train(plane: ControlPlane, urls: dict[int, str], tokenizer: Any) -> dict[str
         "versions": versions,
         "committed": [transfer.report.version, list(transfer.report.loaded)],
         "labels": [httpx.get(f"{url}/weight_info").json()["weight_version"] for url in urls.values()],
-        **compare(plane, urls, trainer.model.state_dict(), tokenizer),
+        "adapters": [sorted(card["id"] for card in models_of(url) if card["parent"]) for url in urls.values()],
+        "base": base_of(trainer.model) if LORA else None,
+        **compare(plane, urls, trained_of(plane, trainer.model), tokenizer),
     }
 
 
-def compare(
-    plane: ControlPlane, urls: dict[int, str], weights: dict[str, torch.Tensor], tokenizer: Any
-) -> dict[str, float]:
+def models_of(url: str) -> list[dict[str, Any]]:
+    return list(httpx.get(f"{url}/v1/models").json()["data"])
+
+
+def base_of(model: Any) -> bool:
+    """Whether the base of a trained adapter is, to the bit, the one that the servers were launched with."""
+    launched = Qwen2ForCausalLM.from_pretrained(OUT / "model").state_dict()
+    names = {name: name.removeprefix("base_model.model.").replace(".base_layer", "") for name in model.state_dict()}
+    held = {names[name]: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    return held.keys() == launched.keys() and all(held[name].equal(launched[name]) for name in held)
+
+
+def trained_of(plane: ControlPlane, model: Any) -> Any:
+    """The trained model, in a copy; of an adapter, as its newest version was saved."""
+    if LORA:
+        base = Qwen2ForCausalLM.from_pretrained(OUT / "model")
+        return PeftModel.from_pretrained(base, plane.checkpoints / plane.adapters()["policy"].path)
+    copy = EXAMPLE["make_model"]()[0]
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+def compare(plane: ControlPlane, urls: dict[int, str], trained: Any, tokenizer: Any) -> dict[str, float]:
     """Logprobs of both servers beside those of the trained weights, and beside those of others."""
     prompts = [tokenizer(f"{number:02}: ")["input_ids"] for number in range(16)]
     sampling = {"max_tokens": 32, "temperature": 1.0}
-    rollouts = CompletionsClient(plane.serving, urls).generate(prompts, sampling)
+    adapter = (lambda: plane.adapters()["policy"]) if LORA else None
+    rollouts = CompletionsClient(plane.serving, urls).generate(prompts, sampling, adapter)
     assert {rollout.replica for rollout in rollouts} == {0, 1}
-    trained, other = (EXAMPLE["make_model"]()[0] for _ in range(2))
-    trained.load_state_dict(weights)
+    other = Qwen2ForCausalLM.from_pretrained(OUT / "model") if LORA else EXAMPLE["make_model"]()[0]
     found = {name: logprob_gaps(model, prompts, rollouts, 16) for name, model in (("same", trained), ("other", other))}
     return {name: max(gaps) for name, gaps in found.items()}
 

@@ -16,6 +16,8 @@ import pytest
 from controlplane.analysis.invariants import verify
 from controlplane.cli.replay_log import replay_log
 from controlplane.record.log import RunLog
+from controlplane.replay.recorded_run import RecordedRun
+from schemas.events import CheckAdapter, LoadAdapter, Perform, UnloadAdapter
 from tests.engines.servers import free_port
 from tests.environments import python
 from tests.running import ROOT, environment
@@ -32,7 +34,9 @@ SAME: Final = 1e-4
 OTHER: Final = 1e-2
 """And for other weights: 0.26 in the mean for noise of half a standard deviation."""
 
-STEP: Final = re.compile(r"step (\d+): reward ([\d.]+), replicas \(([\d, ]+)\), logprobs off by (\S+)")
+LORA: Final = DEMO.with_name("grpo_lora.py")
+
+STEP: Final = re.compile(r"step (\d+): reward ([\d.]+), replicas \(([\d, ]+)\), logprobs off by (\de[-+]\d+)")
 
 
 @contextmanager
@@ -78,7 +82,10 @@ def test_what_cannot_work_is_refused_by_one_line(tmp_path: Path) -> None:
     found = json.loads(output.splitlines()[-1])
     assert found["processes"].startswith("ConfigError: TRL trains in 2 processes: FleetSync reads the weights of one.")
     assert found["use_vllm"].startswith("ConfigError: use_vllm=True: TRL would sync a server of its own.")
-    assert found["peft"].startswith("ConfigError: the model is a PEFT adapter, and engines load whole checkpoints")
+    assert found["adapters"].startswith("ConfigError: the active adapters of the model are ['a', 'b']: engines serve")
+    assert found["sharded"].startswith("ConfigError: TRL trains in 2 processes: there the adapter can't be synced")
+    files = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    assert found["saved"] == {"default": ["q_proj", *files], "other": ["v_proj", *files]}
     assert found["agents"].startswith("AgentsMissing: no agent of a replica has joined the bus at tcp://127.0.0.1:")
     assert found["every"].startswith("ConfigError: every is 0")
     assert re.match(r"EngineError: vLLM's logprobs differ .* more than 0\.0001: replica 1 by [4-9]", found["logprobs"])
@@ -120,12 +127,55 @@ def test_ctrl_c_ends_the_demo_with_all_that_it_started(tmp_path: Path) -> None:
 def test_async_grpo_moves_its_weights_over_the_bus(tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()
-    with program(ASYNC, out, free_port(), free_port()) as process:
+    with program(ASYNC, out, free_port(), free_port(), "vllm") as process:
         output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output[-6000:]
     result = json.loads((out / "result.json").read_text())
     assert result["versions"] == [1, 2, 3, 4, 5, 6]  # one before the first step, then one after each
     assert result["committed"] == [7, [0, 1]] and result["labels"] == ["7", "7"]
+    assert result["same"] < SAME and result["other"] > OTHER
+    assert processes_of(out) == []
+    check_log(out / "run.db")
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_learns_on_two_servers_of_which_one_is_killed_and_nothing_is_paused(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with program(LORA, out) as process:
+        output, _ = process.communicate(timeout=800)
+    assert process.returncode == 0, output[-6000:]
+    steps = [(int(step), float(reward), replicas, float(gap)) for step, reward, replicas, gap in STEP.findall(output)]
+    assert [step for step, *_ in steps] == list(range(1, len(steps) + 1)) and len(steps) >= 44
+    assert max(gap for *_, gap in steps) < SAME, "a token was sampled from another version, or from the base"
+    rewards = [reward for _, reward, *_ in steps]
+    assert rewards[0] < 0.05 and max(rewards[-5:]) > 0.5
+    sampled_by = [replicas for _, _, replicas, _ in steps]
+    assert sampled_by[:5] == ["0, 1"] * 5 and "0," in sampled_by[5:] and sampled_by[-1] == "0, 1"
+    assert "launched (2)" in (out / "agent-1.log").read_text()
+    last = len(steps) + 1  # the first came before the first step
+    assert f"policy v{last} (policy-v{last}) on replica" in output
+    left = {path.name.split("-")[1] for path in out.glob("new/*")}
+    assert {f"step_{last - 1}", f"step_{last - 2}"} <= left and len(left) <= 4, "engines read no older ones again"
+    record = RecordedRun(out / "run.db")
+    assert {(sync.adapter, sync.status) for sync in record.syncs} == {("policy", "committed")}
+    calls = [effect.call for _, effects in record.decisions("0.0") for effect in effects if isinstance(effect, Perform)]
+    assert {type(call) for call in calls} == {CheckAdapter, LoadAdapter, UnloadAdapter}, "a sync paused its engine"
+    assert processes_of(out) == []
+    check_log(out / "run.db")
+
+
+def test_async_grpo_moves_an_adapter_over_the_bus_and_leaves_its_base_as_it_is(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    with program(ASYNC, out, free_port(), free_port(), "lora") as process:
+        output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output[-6000:]
+    result = json.loads((out / "result.json").read_text())
+    assert result["versions"] == [1, 2, 3, 4, 5, 6] and result["committed"] == [7, [0, 1]]
+    assert all({"policy-v6", "policy-v7"} <= set(adapters) for adapters in result["adapters"])
+    assert result["base"], "the trainer's base is no longer the one that the servers have"
     assert result["same"] < SAME and result["other"] > OTHER
     assert processes_of(out) == []
     check_log(out / "run.db")

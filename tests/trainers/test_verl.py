@@ -151,6 +151,26 @@ def test_the_colocated_asynchronous_trainer_is_on_the_bus_as_well(tmp_path: Path
     verified_and_replayed(done.log)
 
 
+def test_an_adapter_that_verl_serves_as_one_is_replaced_under_the_pause_of_both_replicas(tmp_path: Path) -> None:
+    """verl pushes the base once, and then the adapter of each step, under one name."""
+    prepare(tmp_path)
+    lora = ("actor_rollout_ref.model.lora_rank=4", "trainer.total_training_steps=2", "trainer.save_freq=-1")
+    done = run(tmp_path, "run", ON_THE_BUS, *lora)
+    assert done.code == 0, done.output[-4000:]
+    assert [(label_of(done.record, sync), sync.status, sync.loaded) for sync in done.record.syncs] == [
+        (str(step), "committed", (0, 1)) for step in range(3)
+    ]
+    first, second = (diary(tmp_path, replica, "adapted") for replica in (0, 1))
+    adapters = {line["step"]: line["digest"] for line in first}
+    assert len(set(adapters.values())) == 3 and adapters == {line["step"]: line["digest"] for line in second}
+    assert all(line["paused"] for line in (*first, *second))
+    for replica in (0, 1):
+        assert [line["step"] for line in diary(tmp_path, replica, "loaded")] == [0]
+        generated = {(line["label"], line["digest"]) for line in diary(tmp_path, replica, "generated")}
+        assert generated == {(step, adapters[step]) for step in range(2)}
+    verified_and_replayed(done.log)
+
+
 # --- without the line -------------------------------------------------------------------------------------------------
 
 

@@ -10,10 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import trl
+from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
 
 from controlplane import ControlPlane
 from controlplane.trainers.completions import Rollout
-from controlplane.trainers.trl import FleetSync, VllmRollouts
+from controlplane.trainers.trl import BusWeightTransfer, FleetSync, VllmRollouts
+from controlplane.trainers.trl.adapters import save_adapter
 from schemas.errors import RolloutctlError
 
 OUT = Path(sys.argv[1])
@@ -35,6 +38,27 @@ def begin(sync: FleetSync, **changes: Any) -> str:
     return said(lambda: sync.on_train_begin(args, SimpleNamespace(global_step=0), None, model=model))
 
 
+def sharded(plane: ControlPlane) -> str:
+    """What is said of an adapter that several processes train."""
+    args = SimpleNamespace(world_size=2)
+    model = SimpleNamespace(peft_config={}, active_adapters=["default"])
+    return said(lambda: BusWeightTransfer(plane).on_train_begin(args, None, None, model=model))
+
+
+def saved() -> dict[str, list[str]]:
+    """What engines get of a model with two adapters, whichever is trained."""
+    model = get_peft_model(EXAMPLE["make_model"]()[0], LoraConfig(r=2, target_modules=["q_proj"]))
+    model.add_adapter("other", LoraConfig(r=4, target_modules=["v_proj"]))
+    found: dict[str, list[str]] = {}
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        save_adapter(model, OUT / name)
+        with safe_open(OUT / name / "adapter_model.safetensors", "pt") as tensors:
+            modules = {tensor.split(".")[-3] for tensor in tensors.keys()}  # noqa: SIM118  # it is no dictionary
+        found[name] = [*sorted(modules), *sorted(file.name for file in (OUT / name).iterdir())]
+    return found
+
+
 def compare(plane: ControlPlane) -> str:
     """What is said of logprobs that are not those of the trainer's model."""
     model, _ = EXAMPLE["make_model"]()
@@ -53,10 +77,12 @@ if __name__ == "__main__":
         found = {
             "processes": begin(sync, args={"world_size": 2}),
             "use_vllm": begin(sync, args={"use_vllm": True}),
-            "peft": begin(sync, peft_config={}),
+            "adapters": begin(sync, peft_config={}, active_adapters=["a", "b"]),
+            "sharded": sharded(plane),
             "agents": begin(sync),
             "every": said(lambda: FleetSync(plane, every=0)),
             "logprobs": compare(plane),
+            "saved": saved(),
             "seen": [*warnings],
         }
         trl.__version__ = "2.0.0"

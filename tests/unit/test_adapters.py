@@ -25,7 +25,7 @@ from schemas.events import (
     UnloadAdapter,
 )
 from schemas.identity import Operation
-from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
+from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
 from tests.unit.machines import PRESENT, agent, answers, carry_out, command, fault, fold
 from workers.link.heartbeat import status_of
 from workers.machine.decide import decide, next_deadline
@@ -122,6 +122,35 @@ def test_versions_are_loaded_in_one_order_whatever_order_a_snapshot_names_them_i
 def test_a_replica_that_has_newer_versions_says_so_and_loads_nothing() -> None:
     _, effects = fold(agent(seen=holding(3), desired=wanting(3)), command(phase("load", 2)))
     assert answers(effects)[0].outcome == Skipped(Reason.STALE_VERSION) and performed(effects) == []
+
+
+def launched(*waiting: AdapterSync | AdapterDrop) -> tuple[AgentState, list[Outcome], list[Call]]:
+    """What becomes of syncs that waited for an engine to be launched again."""
+    launching = agent(seen=replace(LISTING, tokenizer="unknown"))
+    state, _ = fold(launching, *(command(body, seq) for seq, body in enumerate(waiting, 1)))
+    state, effects = fold(state, EngineObserved(at_ms=1, observation=LISTING))
+    state, calls, _ = carry_out(state, effects, LISTING)
+    return state, [answer.outcome for answer in answers(effects)], calls
+
+
+def test_a_launched_engine_loads_no_version_that_newer_syncs_have_replaced_meanwhile() -> None:
+    """They would take the places of those that are wanted, and their files are gone."""
+    state, outcomes, calls = launched(*(phase(name, number, keep=1) for number in (1, 2) for name in PHASES))
+    assert outcomes[:3] == [Skipped(Reason.SUPERSEDED)] * 3
+    assert all(isinstance(outcome, Acted) for outcome in outcomes[3:]) and len(outcomes) == 6
+    assert calls == [CheckAdapter(version(2)), LoadAdapter(version(2))]
+    assert state.engine.adapters.keys() == {"policy-v2"}
+
+
+def test_a_version_whose_successor_was_aborted_is_loaded() -> None:
+    state, _, calls = launched(*map(phase, PHASES, (1, 1, 1)), phase("prepare", 2), phase("abort", 2))
+    assert LoadAdapter(version(1)) in calls and state.engine.adapters.keys() == {"policy-v1"}
+
+
+def test_a_sync_of_another_adapter_replaces_none() -> None:
+    other = AdapterSync(phase="prepare", adapter=version(9, "judge"), keep=2)
+    _, outcomes, calls = launched(*map(phase, PHASES, (1, 1, 1)), other)
+    assert Skipped(Reason.SUPERSEDED) not in outcomes and LoadAdapter(version(1)) in calls
 
 
 def test_an_engine_without_the_operation_says_so() -> None:

@@ -9,6 +9,7 @@ from bench.page import PAGES, Results, exchange_aims, filled
 from tests.running import ROOT, python
 
 SHORT = (
+    "adapters --sizes 1 --agents 2 --rounds 1",
     "logs --commands 100",
     "machines --decisions 640 --agents 4",
     "speakers --agents 2 --blocks 1 --idle 0.1 --uploads",

@@ -1,18 +1,20 @@
 """Weights of a trainer, brought to its fleet as checkpoint directories."""
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from controlplane import ControlPlane
 from controlplane.trainers.checkpoints import CheckpointSync
-from schemas.errors import AgentsMissing, CheckpointError, ConfigError
+from schemas.errors import AgentsMissing, CheckpointError, CommandFailed, ConfigError
 from schemas.reports import SyncReport
 from tests.timeline.real_run import PLACES, QUICK, agents, front
 from tests.waiting import wait_until
-from workers.engines.tiny.model import TinyConfig, TinyModel, save
+from workers.engines.tiny.model import TinyConfig, TinyModel, save, save_adapter
 from workers.engines.tiny.server import TinyClient
 
 
@@ -30,6 +32,23 @@ def plane(tmp_path: Path) -> Iterator[ControlPlane]:
 
 def weights(seed: int) -> Callable[[Path], None]:
     return lambda folder: save(TinyModel(TinyConfig(), seed=seed), folder)
+
+
+def adapter(seed: int) -> Callable[[Path], None]:
+    torch.manual_seed(seed)
+    linear = {
+        name: (torch.randn(2, module.in_features), torch.randn(module.out_features, 2))
+        for name, module in TinyModel(TinyConfig()).named_modules()
+        if name.startswith("blocks.") and isinstance(module, torch.nn.Linear)
+    }
+
+    def write(folder: Path) -> None:
+        save_adapter(linear, 1.0, folder / "saved")
+        for file in (folder / "saved").iterdir():
+            file.rename(folder / file.name)
+        (folder / "saved").rmdir()
+
+    return write
 
 
 def test_every_replica_gets_each_version_and_the_newest_checkpoints_stay(plane: ControlPlane, tmp_path: Path) -> None:
@@ -94,6 +113,31 @@ def test_a_checkpoint_whose_sync_has_no_report_is_deleted_once_nobody_needs_it(
     for seed in (2, 3):
         sync.publish(f"step_{seed}", weights(seed))
     assert sorted(path.name for path in plane.checkpoints.iterdir()) == ["step_3"]
+
+
+def test_versions_of_an_adapter_have_paths_of_their_own_and_go_when_no_replica_holds_them(plane: ControlPlane) -> None:
+    sync = CheckpointSync(plane, adapter="policy", keep=1)
+    for step in (1, 1, 2, 3):  # a trainer that began again
+        report = sync.publish(f"step_{step}", adapter(step))
+        assert (report.adapter, report.status, report.loaded) == ("policy", "committed", (0, 1))
+    held = plane.adapters()["policy"]
+    assert (held.version, held.model, held.replicas) == (4, "policy-v4", (0, 1))
+    assert held.path.startswith("policy-step_3-") and plane.serving() == {0: 0, 1: 0}
+    wait_until(lambda: plane.oldest_adapter("policy") == 4)
+    last = sync.publish("step_1", adapter(4))
+    paths = [plane.adapters()["policy"].path, held.path]
+    assert last.version == 5 and sorted(path.name for path in plane.checkpoints.iterdir()) == sorted(paths)
+
+
+def test_an_adapter_that_engines_refuse_ends_the_training_with_the_reason(plane: ControlPlane) -> None:
+    def dora(folder: Path) -> None:
+        adapter(1)(folder)
+        config = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+
+    with pytest.raises(CommandFailed, match="has use_dora True.* This engine does not serve that"):
+        CheckpointSync(plane, adapter="policy").publish("step_1", dora)
+    assert plane.adapters() == {}
 
 
 def test_a_run_without_agents_is_told_how_to_start_one(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from controlplane.trainers import completions
 from controlplane.trainers.completions import CompletionsClient, again_and_again, split
 from schemas.errors import AgentsMissing, ConfigError, EngineError
+from schemas.reports import AdapterStatus
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
 
 PROMPTS = [[1], [1], [2], [2], [3], [3]]
@@ -21,16 +22,18 @@ class Server(HttpServer):
 
     def __init__(self) -> None:
         self.replies: list[Reply] = []
+        self.models: list[str] = []
         self.cut_off = 0
         super().__init__(self.reply)
 
     def reply(self, request: HttpRequest) -> Reply:
         if request.path == "/v1/models":
-            return 200, {"data": [{"id": "policy"}]}
+            return 200, {"data": [{"id": "base"}]}
         if self.replies:
             return self.replies.pop(0)
         body = msgspec.json.decode(request.body)
-        assert (body["model"], body["logprobs"], body["return_token_ids"]) == ("policy", 0, True)
+        self.models.append(body["model"])
+        assert (body["logprobs"], body["return_token_ids"]) == (0, True)
         self.cut_off, cut_off = 0, self.cut_off
         return 200, {"choices": [self._choice(prompt, cut_off > at) for at, prompt in enumerate(body["prompt"])]}
 
@@ -71,6 +74,7 @@ def test_replicas_share_the_prompts_and_answers_come_in_their_order(servers: tup
     assert [rollout.replica for rollout in rollouts] == [0, 0, 1, 1, 0, 0]
     assert rollouts[0].logprobs == [-0.5, -0.5, -0.5]
     assert (servers[0].asked, servers[1].asked) == ([[[1], [1], [3], [3]]], [[[2], [2]]])
+    assert servers[0].models == servers[1].models == ["base"]
 
 
 @pytest.mark.parametrize("serving", [{0: 6, 1: 7}, {1: 7}])
@@ -203,3 +207,37 @@ def test_rows_are_read_again_and_again_and_a_dataset_that_is_used_up_is_named() 
     for used_up in datasets:
         with pytest.raises(ConfigError, match="no rows, or none left"):
             list(again_and_again(used_up))
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def adapter(version: int, *replicas: int) -> AdapterStatus:
+    return AdapterStatus(
+        name="policy", version=version, model=f"policy-v{version}", path="a", replicas=replicas, oldest=1
+    )
+
+
+def test_requests_name_the_committed_version_of_an_adapter_where_it_is_held(servers: tuple[Server, Server]) -> None:
+    """The other one serves on, its base weights and other adapters."""
+    rollouts = client(servers).generate(PROMPTS, {}, lambda: adapter(3, 1))
+    assert {rollout.replica for rollout in rollouts} == {1} and servers[0].asked == []
+    assert servers[1].models == ["policy-v3"]
+
+
+def test_a_version_that_was_dropped_meanwhile_is_asked_for_by_its_successor(servers: tuple[Server, Server]) -> None:
+    newest = iter([adapter(1, 0)])
+    servers[0].replies = [(404, {"error": "The model `policy-v1` does not exist."})]
+    rollouts = client(servers).generate(PROMPTS, {}, lambda: next(newest, adapter(3, 0, 1)))
+    assert [rollout.token_ids for rollout in rollouts] == [prompt * 3 for prompt in PROMPTS]
+    assert servers[0].asked[0] == PROMPTS and servers[1].models == ["policy-v3"]
+
+
+@pytest.mark.parametrize(("held", "says"), [(None, "none serves the newest adapter"), (adapter(3), "none serves")])
+def test_while_no_replica_holds_the_adapter_nobody_is_asked(
+    servers: tuple[Server, Server], held: AdapterStatus | None, says: str
+) -> None:
+    """The base would answer too, and it is not what is trained."""
+    with pytest.raises(AgentsMissing, match=says):
+        client(servers, timeout=0.3).generate(PROMPTS, {}, lambda: held)
+    assert servers[0].asked == servers[1].asked == []

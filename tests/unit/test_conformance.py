@@ -22,7 +22,6 @@ from schemas.errors import ConfigError, EngineError, UnsupportedError
 from schemas.events import (
     Abort,
     CheckSource,
-    EngineCall,
     Flush,
     Load,
     Observation,
@@ -38,11 +37,13 @@ from schemas.identity import Identity, Operation
 from tests.engines.http_servers import HttpServer
 from tests.pages import blocks, module_of
 from tests.running import rolloutctl
+from tests.unit.broken_backends import ADAPTERS, answer, bad, bound, does, ignored, judged, then
 from workers.conformance import engine_under_test
-from workers.conformance.engine_under_test import EngineUnderTest, Setup, opened
-from workers.conformance.kit import Kit, Row
+from workers.conformance.engine_under_test import EngineUnderTest, Setup
 from workers.conformance.server_client import ServerClient
 from workers.engine import Engine
+from workers.engines.tiny.engine import TinyEngine
+from workers.engines.tiny.model import TinyConfig, TinyModel, save
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
@@ -68,16 +69,6 @@ def echo(folder: Path) -> ModuleType:
     return module
 
 
-async def judged(engine: Any, folder: Path, *only: str) -> dict[str, Row]:
-    """The rows of a run. One with faults may wait for requests that never end."""
-    times = {"silence_s": 0.03, "call_s": 10.0, "request_s": 2.0 if only else 30.0}
-    setup = Setup(root=folder / "ckpt", checkpoints=("a", "b"), traces=folder / "traces", **times)
-    async with opened(engine, 1), anyio.create_task_group() as tasks:
-        rows = await Kit(engine, engine, setup, tasks).run(lambda row: None, only)
-        tasks.cancel_scope.cancel()
-    return {row.operation: row for row in rows}
-
-
 def made(echo: ModuleType, folder: Path) -> Any:
     engine = echo.Echo(Identity(replica=0, node_rank=0), folder / "ckpt", folder / "traces")
     engine.state = "running"
@@ -101,39 +92,6 @@ def test_the_protocol_of_the_page_is_that_of_the_agent() -> None:
 # --- one fault at a time ----------------------------------------------------------------------------------------------
 
 
-def answer(
-    engine: Any, kind: type | tuple[type, ...], way: Callable[[Any, Callable[[], Awaitable[Returned]]], Any]
-) -> None:
-    """Have the engine answer calls of one kind in another way."""
-    right = engine.perform
-
-    async def perform(call: EngineCall, timeout_s: float) -> Returned:
-        if not isinstance(call, kind):
-            return await right(call, timeout_s)  # type: ignore[no-any-return]
-        returned = await way(call, lambda: right(call, timeout_s))
-        return returned if isinstance(returned, Returned) else Returned()
-
-    engine.perform = perform
-
-
-async def ignored(call: Any, right: Any) -> None:
-    """Report success, and do nothing."""
-
-
-def then(effect: Callable[[Any], None]) -> Callable[[Any], Callable[[Any, Any], Awaitable[Returned]]]:
-    """Do it right, and something more."""
-
-    def bound(engine: Any) -> Callable[[Any, Any], Awaitable[Returned]]:
-        async def way(call: Any, right: Any) -> Returned:
-            returned: Returned = await right()
-            effect(engine)
-            return returned
-
-        return way
-
-    return bound
-
-
 def instead(mode: str) -> Callable[[Any], Callable[[Any, Any], Awaitable[None]]]:
     """Pause in another mode than asked."""
 
@@ -144,13 +102,6 @@ def instead(mode: str) -> Callable[[Any], Callable[[Any, Any], Awaitable[None]]]
         return way
 
     return bound
-
-
-def raising(error: Exception) -> Callable[[Any, Any], Awaitable[None]]:
-    async def way(call: Any, right: Any) -> None:
-        raise error
-
-    return way
 
 
 def second_fails(engine: Any) -> Callable[[Any, Any], Awaitable[Returned]]:
@@ -252,16 +203,7 @@ def ids() -> Callable[[], str]:
     return lambda: f"launch {next(turns)}"
 
 
-def does(kind: type | tuple[type, ...], way: Any) -> Callable[[Any], None]:
-    return lambda engine: answer(engine, kind, way)
-
-
-def bound(kind: type | tuple[type, ...], make: Any) -> Callable[[Any], None]:
-    return lambda engine: answer(engine, kind, make(engine))
-
-
 running = then(sets(state="running"))
-bad = raising(EngineError("it broke"))
 
 FAULTS: dict[str, tuple[str, str, Callable[[Any], None]]] = {
     "tokens at random": ("generate", "other tokens the second time", unstable),
@@ -321,7 +263,7 @@ async def test_each_fault_is_found(name: str, echo: ModuleType, folder: Path) ->
 
 async def test_what_is_not_listed_or_refused_as_unsupported_is_not_offered(echo: ModuleType, folder: Path) -> None:
     engine = made(echo, folder)
-    listed = frozenset(Operation) - {Operation.SLEEP, Operation.PROFILE}
+    listed = frozenset(Operation) - {Operation.SLEEP, Operation.PROFILE, Operation.ADAPTERS}
     observes(operations=lambda: listed)(engine)
 
     async def no_freezing(call: Any, right: Any) -> Returned:
@@ -332,8 +274,9 @@ async def test_what_is_not_listed_or_refused_as_unsupported_is_not_offered(echo:
     answer(engine, Pause, no_freezing)
     rows = await judged(engine, folder)
     verdicts = {name: row.verdict for name, row in rows.items() if row.verdict != "passed"}
-    assert verdicts == dict.fromkeys(("pause (keep)", "sleep", "wake", "profile"), "not offered")
+    assert verdicts == dict.fromkeys(("pause (keep)", "sleep", "wake", "profile", *ADAPTERS), "not offered")
     assert rows["pause (keep)"].seen == "it can't freeze requests"
+    assert {rows[name].seen for name in ADAPTERS} == {"not launched for adapters"}
 
 
 async def test_an_engine_that_is_lost_is_judged_no_further(echo: ModuleType, folder: Path) -> None:
@@ -382,14 +325,11 @@ async def test_how_fast_an_engine_is_does_not_depend_on_its_first_request(
     now_s = 0.0
 
     class Client:
-        async def generate(self, prompt: Sequence[int], tokens: int) -> AsyncIterator[int]:
+        async def generate(self, prompt: Sequence[int], tokens: int, model: str = "") -> AsyncIterator[int]:
             nonlocal now_s
             now_s += next(answers, 0.01)
             for token in range(tokens):
                 yield token
-
-        async def memory_bytes(self) -> int | None:
-            return None
 
     monkeypatch.setattr("workers.conformance.engine_under_test.time.monotonic", lambda: now_s)
     async with anyio.create_task_group() as tasks:
@@ -403,8 +343,6 @@ async def test_how_fast_an_engine_is_does_not_depend_on_its_first_request(
 async def test_a_frozen_request_must_be_computed_anew_after_a_flush(
     drops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from workers.engines.tiny.engine import TinyEngine
-    from workers.engines.tiny.model import TinyConfig, TinyModel, save
     from workers.engines.tiny.scheduler import Scheduler
 
     for seed, name in enumerate("ab", 1):
@@ -418,6 +356,27 @@ async def test_a_frozen_request_must_be_computed_anew_after_a_flush(
 
 
 # --- the clients of the engines' own routes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "key", "base"), [("vllm", "model", "m"), ("sglang", "lora_path", None)])
+def test_a_request_names_its_adapter_as_the_server_has_it(kind: str, key: str, base: str | None) -> None:
+    asked: list[Any] = []
+
+    def respond(request: Any) -> tuple[int, Any]:
+        if request.path == "/v1/models":
+            return 200, {"data": [{"id": "m"}]}
+        asked.append(json.loads(request.body)[key])
+        return 200, "data: [DONE]\n\n"
+
+    async def generate(url: str) -> None:
+        client = ServerClient(kind, url)
+        for model in ("policy-v7", ""):
+            assert [token async for token in client.generate([1], 1, model)] == []
+        await client.close()
+
+    with HttpServer(respond) as server:
+        anyio.run(generate, server.url)
+    assert asked == ["policy-v7", base]
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

@@ -32,7 +32,8 @@ from workers.machine.state import Activity, AgentState
 
 pytestmark = pytest.mark.anyio
 
-SHORT_MS = 1000
+TTL_MS = 10_000
+"""Of a command that would be late, had it waited for an observation that hangs (`driver.OBSERVE_S`)."""
 
 
 class Unkind(Engine):
@@ -71,14 +72,17 @@ def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
 # --- observations -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_command_does_not_wait_for_an_observation_that_hangs(bus: Bus, engine: Engine, run: Run) -> None:
+async def test_a_command_does_not_wait_for_an_observation_that_hangs(
+    bus: Bus, engine: Engine, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "OBSERVE_SHARE", 0.02)  # of the time that is left after its call
     async with run() as agent:
         await bus.admit()
         await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
         unkind(engine).reads = "hang"
         with anyio.fail_after(10):
             await unkind(engine).hanging.wait()
-        bus.publish(PAUSE, ttl_ms=SHORT_MS)
+        bus.publish(PAUSE, ttl_ms=TTL_MS)
         assert (await bus.outcome(1)).outcome == Acted(calls=("pause",))
         assert engine.calls == [Pause("abort")]
 
@@ -210,15 +214,16 @@ async def test_only_the_call_of_a_command_has_time_for_retries(bus: Bus, engine:
 
 
 async def test_a_command_does_not_wait_for_the_observation_after_a_call_of_the_machine(
-    bus: Bus, engine: Engine, run: Run
+    bus: Bus, engine: Engine, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(driver, "OBSERVE_SHARE", 0.02)  # of the time that is left after its call
     engine.generating = False  # so the agent resumes it by itself
     engine.begun = lambda: setattr(unkind(engine), "reads", "hang")
     async with run():
         await bus.admit()
         with anyio.fail_after(10):
             await unkind(engine).hanging.wait()
-        bus.publish(PAUSE, ttl_ms=SHORT_MS)
+        bus.publish(PAUSE, ttl_ms=TTL_MS)
         assert isinstance((await bus.outcome(1)).outcome, Acted)
     assert engine.calls == [Resume(), Pause("abort")]
 

@@ -202,6 +202,26 @@ def test_a_pause_that_never_ended_is_marked_unfinished(written: Written) -> None
     assert (ended["dur"], "args" in ended) == (80_000, False)
 
 
+def test_the_newest_version_of_each_adapter_of_a_replica_is_a_counter(written: Written) -> None:
+    written.joins(PRIMARY, 0, (written.clock(0),))
+    listings: tuple[list[str], ...] = (
+        ["policy-v9"],
+        ["policy-v9", "policy-v10", "judge-v1"],
+        ["policy-v10", "of-another"],
+        [],
+    )
+    for moment, models in enumerate(listings, 1):
+        lists = Observation(engine="vllm", tokenizer="present", adapters=dict.fromkeys(models, "adapters/a"))
+        written.decides("0.0", EngineObserved(at_ms=written.zero_ms + 10 * moment, observation=lists))
+    _, events = checked_timeline(written.close())
+    counted = {(event["name"], *event["args"].values(), event["ts"]) for event in events if event["ph"] == "C"}
+    assert counted == {
+        ("replica 0 adapter policy version", 9, 10_000),
+        ("replica 0 adapter policy version", 10, 20_000),
+        ("replica 0 adapter judge version", 1, 20_000),
+    }
+
+
 def test_replicas_that_are_profiled_separately_have_separate_sessions(written: Written) -> None:
     peers = [written.joins(Identity(replica=replica, node_rank=0), at_ms=0) for replica in (0, 1)]
 

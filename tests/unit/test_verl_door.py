@@ -149,6 +149,19 @@ def test_a_trainer_sees_verls_own_mode_and_the_servers_gate_is_open(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.parametrize("model", [{"lora_rank": 8}, {"lora": {"rank": 8}}, {"lora_adapter_path": "/a", "lora": None}])
+def test_an_adapter_that_verl_never_sends_to_separate_replicas_is_refused(verl: Any, model: dict[str, Any]) -> None:
+    """verl 0.9.1 sends them the base alone: a log of committed versions would say that they hold what is trained."""
+    plugin.register(verl)
+    rollout = OmegaConf.to_container(config().actor_rollout_ref.rollout)
+    trained = config(actor_rollout_ref={"rollout": rollout, "model": model})
+    with pytest.raises(ConfigError, match=r"never the adapter.*model\.lora\.merge=True, or .*rolloutctl_sync"):
+        verl.REGISTRY["rolloutctl_separate_async"](trained)
+    verl.REGISTRY["rolloutctl_sync"](OmegaConf.create(OmegaConf.to_container(trained)))
+    merged = OmegaConf.merge(trained, {"actor_rollout_ref": {"model": {"lora": {"merge": True}}}})
+    verl.REGISTRY["rolloutctl_separate_async"](merged)
+
+
 def test_without_steps_nothing_is_profiled_and_the_configuration_is_as_it_was(verl: Any) -> None:
     plugin.register(verl)
     trainer = verl.REGISTRY["rolloutctl_separate_async"](config(global_profiler={"steps": None}))

@@ -46,12 +46,11 @@ def if_true(wrong: object, fault: str) -> tuple[str, ...]:
 class GenerationClient(Protocol):
     """A client of the engine. An agent needs none; the kit does, to see what the engine does."""
 
-    def generate(self, prompt: Sequence[int], max_tokens: int) -> AsyncIterator[int]:
-        """Yield greedy tokens as they are made, `max_tokens` unless the request is aborted. Raises if it is refused."""
-        ...
+    def generate(self, prompt: Sequence[int], max_tokens: int, model: str = "", /) -> AsyncIterator[int]:
+        """Yield greedy tokens as they are made, `max_tokens` unless the request is aborted. Raises if it is refused.
 
-    async def memory_bytes(self) -> int | None:
-        """Return the bytes of memory that the engine holds and can release; None if they can't be measured."""
+        Only an engine that takes LoRA adapters is given a `model`: the version of one, and never an empty text.
+        """
         ...
 
 
@@ -84,8 +83,9 @@ class EngineLost(EngineError):
 class ClientRequest:
     """A request in flight."""
 
-    def __init__(self, client: GenerationClient, prompt: Sequence[int], asked: int) -> None:
-        self._client, self.prompt, self.asked = client, prompt, asked
+    def __init__(self, client: GenerationClient, prompt: Sequence[int], asked: int, model: str) -> None:
+        self.prompt, self.asked = prompt, asked
+        self._stream = client.generate(prompt, asked, *([model] if model else ()))
         self.tokens: list[int] = []
         self.error = ""
         self.begun, self.over = anyio.Event(), anyio.Event()
@@ -94,9 +94,14 @@ class ClientRequest:
     def ended(self) -> bool:
         return self.over.is_set()
 
+    def cut_short(self) -> tuple[str, ...]:
+        """Return what is wrong with a request that nothing should have ended."""
+        got = f"a running request got {len(self.tokens)} of {self.asked} tokens"
+        return if_true(len(self.tokens) < self.asked, got)
+
     async def run(self) -> None:
         try:
-            async for token in self._client.generate(self.prompt, self.asked):
+            async for token in self._stream:
                 self.tokens.append(token)
                 self.begun.set()
         except Exception as error:  # a user's client may raise anything
@@ -129,8 +134,9 @@ class EngineUnderTest:
         self._fresh = itertools.count(1)
 
     async def memory_bytes(self) -> int | None:
-        """Return what the client measures."""
-        return await self._client.memory_bytes()
+        """Return the bytes of memory that the engine holds and can release; None if its client can't measure them."""
+        measure = getattr(self._client, "memory_bytes", None)
+        return None if measure is None else await measure()
 
     async def perform(self, call: events.EngineCall, timeout_s: float | None = None) -> events.Returned:
         with anyio.move_on_after(self._setup.call_s):
@@ -139,6 +145,14 @@ class EngineUnderTest:
                 raise EngineError(f"{type(call).__name__} returned {returned!r}, which no log can record")
             return returned
         raise EngineLost(f"{type(call).__name__} did not return within {self._setup.call_s:g} s")
+
+    async def answer(self, call: events.EngineCall) -> str:
+        """Make a call that may fail. Returns what came of it."""
+        try:
+            await self.perform(call)
+        except Exception as error:  # a user's backend may raise anything
+            return f"raised {type(error).__name__}"
+        return "was accepted"
 
     async def observe(self, state: str) -> events.Observation:
         began = time.monotonic()
@@ -168,15 +182,15 @@ class EngineUnderTest:
         except EngineError as error:
             raise EngineLost(f"the engine serves no more: {error}") from error
 
-    def start(self, prompt: Sequence[int], asked: int) -> ClientRequest:
-        request = ClientRequest(self._client, prompt, asked)
+    def start(self, prompt: Sequence[int], asked: int, model: str = "") -> ClientRequest:
+        request = ClientRequest(self._client, prompt, asked, model)
         self._tasks.start_soon(request.run)
         return request
 
-    async def begin_long(self) -> ClientRequest:
+    async def begin_long(self, model: str = "") -> ClientRequest:
         """Start a long request, shorter if the engine refuses it, and wait for its first token."""
         while True:
-            request = self.start((next(self._fresh) % 31 + 1, *PROMPT), self.long)
+            request = self.start((next(self._fresh) % 31 + 1, *PROMPT), self.long, model)
             with anyio.fail_after(self._setup.request_s):
                 await request.begun.wait()
             if request.tokens:
@@ -194,18 +208,29 @@ class EngineUnderTest:
             for request in requests:
                 await request.over.wait()
 
-    async def tokens(self, prompt: Sequence[int] = PROMPT) -> Tokens:
+    async def tokens(self, prompt: Sequence[int] = PROMPT, model: str = "") -> Tokens:
         """Tokens of one prompt. Raises EngineError if it is not served."""
-        request = self.start(prompt, SHORT)
+        request = self.start(prompt, SHORT, model)
         await self.end(request)
         if not request.ended or request.error:
             reason = request.error or f"it did not end within {self._setup.request_s:g} s"
             raise EngineError(f"a request was not served: {reason}")
         return tuple(request.tokens)
 
-    async def tokens_after(self) -> Tokens:
+    async def continued(self, request: ClientRequest, since: int, model: str = "") -> tuple[Tokens, Tokens]:
+        """Wait for a request's end. Returns its last tokens, and those that now follow the same beginning.
+
+        Nothing of one that was about to end when it had made `since`: they would say nothing of what happened then.
+        """
+        await self.end(request)
+        kept = len(request.tokens) - SHORT
+        if kept < since:
+            return (), ()
+        return tuple(request.tokens[kept:]), await self.tokens((*request.prompt, *request.tokens[:kept]), model)
+
+    async def tokens_after(self, model: str = "") -> Tokens:
         """Tokens of PROMPT after a call, as far as they come."""
-        request = self.start(PROMPT, SHORT)
+        request = self.start(PROMPT, SHORT, model)
         await self.end(request)
         return tuple(request.tokens)
 

@@ -6,13 +6,14 @@ the engine, traces from the disk, memory from whatever can measure it, and its r
 
 import time
 from collections.abc import Awaitable, Callable, Collection
-from typing import Literal
+from typing import Final, Literal
 
 from anyio.abc import TaskGroup
 from msgspec import Struct
 
 from schemas.errors import UnsupportedError
 from schemas.identity import Operation
+from workers.conformance.adapter_checks import AdapterChecks
 from workers.conformance.engine_under_test import (
     CheckResult,
     EngineLost,
@@ -26,6 +27,10 @@ from workers.conformance.weight_checks import WeightChecks
 from workers.engine import Engine
 
 Verdict = Literal["passed", "failed", "not offered"]
+Names = tuple[str, ...]
+Needs = tuple[Operation, ...]
+Check = Callable[[], Awaitable[tuple[CheckResult, ...]]]
+_NOT_LISTED: Final = {Operation.ADAPTERS: "not launched for adapters"}
 
 
 class Row(Struct, frozen=True, kw_only=True):
@@ -49,6 +54,7 @@ class Kit:
 
     def __init__(self, engine: Engine, client: GenerationClient, setup: Setup, tasks: TaskGroup) -> None:
         self._engine, self._setup = EngineUnderTest(engine, client, setup, tasks), setup
+        self._lost = ""  # why the engine is judged no further
 
     async def run(self, tell: Callable[[Row], None], only: Collection[str] = ()) -> list[Row]:
         """Make all checks, or some.
@@ -60,32 +66,22 @@ class Kit:
         observed = await self._engine.observe("at first")
         self._engine.operations = observed.operations
         rows: list[Row] = []
-        lost = ""
-        found: list[_Found]
         for names, needs, check in self._checks(observed.version or 0):
             if only and not set(names) & set(only):
                 continue
             began = time.monotonic()
-            missing = [operation for operation in needs if operation not in self._engine.operations]
-            if lost:
-                found = [(name, "failed", f"not judged: {lost}") for name in names]
-            elif needs and needs[0] in missing:
-                found = [(name, "not offered", f"the engine does not list `{needs[0]}`") for name in names]
-            elif missing:
-                found = [(name, "failed", f"it lists `{needs[0]}`, and not `{missing[0]}`") for name in names]
-            else:
-                found, lost = await self._verdicts(names, check)
+            found = await self._verdicts(names, needs, check)
             seconds = time.monotonic() - began
-            for name, verdict, seen in found:
-                row = Row(operation=name, verdict=verdict, seen=seen, seconds=seconds)
-                rows.append(row)
-                tell(row)
+            for name, (verdict, seen) in zip(names, found, strict=True):
+                rows.append(Row(operation=name, verdict=verdict, seen=seen, seconds=seconds))
+                tell(rows[-1])
         return rows
 
-    def _checks(self, version: int) -> list["_Check"]:
+    def _checks(self, version: int) -> list[tuple[Names, Needs, Check]]:
         """Names of each check, the operations that it needs, the one that it is about first, and the check itself."""
         pause, resume, load = Operation.PAUSE, Operation.RESUME, Operation.LOAD
         generation, weights = GenerationChecks(self._engine), WeightChecks(self._engine, self._setup, version)
+        adapters = AdapterChecks(self._engine, self._setup)
         return [
             (("generate",), (), generation.generate),
             (("abort",), (Operation.ABORT,), generation.abort),
@@ -99,29 +95,38 @@ class Kit:
             (("flush",), (Operation.FLUSH, pause, resume), weights.flush),
             (("sleep", "wake"), (Operation.SLEEP, Operation.WAKE, pause, resume), weights.sleep_and_wake),
             (("profile",), (Operation.PROFILE,), weights.profile),
+            (("adapter", "second adapter", "adapter unload"), (Operation.ADAPTERS,), adapters.adapters),
+            (("bad adapter",), (Operation.ADAPTERS,), adapters.bad_adapter),
             (("late call",), (pause, resume), lambda: generation.unanswered("late")),
             (("cancelled call",), (pause, resume), lambda: generation.unanswered("cancelled")),
             (("observe",), (), self._observed),
         ]
 
-    async def _verdicts(
-        self, names: tuple[str, ...], check: Callable[[], Awaitable[tuple[CheckResult, ...]]]
-    ) -> tuple[list["_Found"], str]:
-        """Make one check. Returns its verdicts, and why no other can follow, if none can."""
-        try:
-            if names != ("observe",):
-                await self._engine.rest()
-            found = await check()
-        except EngineLost as error:
-            return [(name, "failed", str(error)) for name in names], str(error)
-        except UnsupportedError as error:
-            return [(name, "not offered", str(error)) for name in names], ""
-        except Exception as error:  # a user's backend may raise anything
-            return [(name, "failed", f"{type(error).__name__}: {error}") for name in names], ""
-        return [
-            (name, "failed" if each.faults else "passed", "; ".join(each.faults) or each.seen)
-            for name, each in zip(names, found, strict=True)
-        ], ""
+    async def _verdicts(self, names: Names, needs: Needs, check: Check) -> list[tuple[Verdict, str]]:
+        """Make one check, if it can be made. Returns what to say of each of its names."""
+        verdict, seen = self._hindrance(needs)
+        if not seen:
+            try:
+                if names != ("observe",):
+                    await self._engine.rest()
+                found = await check()
+                return [("failed" if each.faults else "passed", "; ".join(each.faults) or each.seen) for each in found]
+            except EngineLost as error:
+                self._lost, seen = f"not judged: {error}", str(error)
+            except UnsupportedError as error:
+                verdict, seen = "not offered", str(error)
+            except Exception as error:  # a user's backend may raise anything
+                seen = f"{type(error).__name__}: {error}"
+        return [(verdict, seen)] * len(names)
+
+    def _hindrance(self, needs: Needs) -> tuple[Verdict, str]:
+        """Return why a check can't be made; no reason if it can."""
+        missing = [operation for operation in needs if operation not in self._engine.operations]
+        if self._lost or not missing:
+            return "failed", self._lost
+        if missing[0] == needs[0]:
+            return "not offered", _NOT_LISTED.get(needs[0], f"the engine does not list `{needs[0]}`")
+        return "failed", f"it lists `{needs[0]}`, and not `{missing[0]}`"
 
     async def _observed(self) -> tuple[CheckResult, ...]:
         """Judge all observations of the run."""
@@ -140,7 +145,3 @@ class Kit:
             *if_true(not all(each.operations for each in observations), "it lists no operations"),
         )
         return (CheckResult(faults, f"{len(observations)} observations agree with what was seen"),)
-
-
-_Check = tuple[tuple[str, ...], tuple[Operation, ...], Callable[[], Awaitable[tuple[CheckResult, ...]]]]
-_Found = tuple[str, Verdict, str]

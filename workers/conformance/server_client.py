@@ -31,9 +31,9 @@ class ServerClient:
         self._client = httpx.AsyncClient(base_url=self._url, headers=headers, timeout=None, trust_env=False)
         self._model: str | None = None
 
-    async def generate(self, prompt: Sequence[int], max_tokens: int) -> AsyncIterator[int]:
+    async def generate(self, prompt: Sequence[int], max_tokens: int, model: str = "") -> AsyncIterator[int]:
         """Yield greedy tokens as they come. Raises EngineError if the request is refused, or breaks off."""
-        path, body = await self._request(list(prompt), max_tokens)
+        path, body = await self._request(list(prompt), max_tokens, model)
         made = 0
         try:
             async with self._client.stream("POST", path, json=body) as answer:
@@ -57,13 +57,15 @@ class ServerClient:
         """Close the connections."""
         await self._client.aclose()
 
-    async def _request(self, prompt: list[int], max_tokens: int) -> tuple[str, dict[str, Any]]:
+    async def _request(self, prompt: list[int], max_tokens: int, model: str) -> tuple[str, dict[str, Any]]:
         if self._kind == "sglang":
             sampling = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-            return "/generate", {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+            body = {"input_ids": prompt, "sampling_params": sampling, "stream": True, "lora_path": model or None}
+            return "/generate", body
         if self._model is None:
             self._model = await self._served_model()
-        body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+        named = model or self._model
+        body = {"model": named, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
         return "/v1/completions", body | {"ignore_eos": True, "return_token_ids": True}
 
     async def _served_model(self) -> str:

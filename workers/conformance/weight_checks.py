@@ -7,13 +7,13 @@ import anyio
 from anyio import to_thread
 
 from schemas import events
-from schemas.commands import Checkpoint, ProfilePlan
+from schemas.commands import Checkpoint, Manifest, ProfilePlan
 from schemas.desired import ALL_TAGS, ProfileSession
-from schemas.errors import CheckpointError, EngineError
+from schemas.errors import EngineError
 from schemas.identity import InFlight, Operation
 from schemas.safetensors.manifest import build_manifest
-from workers.conformance.bad_checkpoints import CUT_OFF, MISSING, OTHER_MODEL, OUTSIDE, bad_checkpoints
-from workers.conformance.engine_under_test import SHORT, CheckResult, EngineUnderTest, Setup, Tokens, if_true
+from workers.conformance.bad_checkpoints import refused
+from workers.conformance.engine_under_test import CheckResult, EngineUnderTest, Setup, Tokens, if_true
 from workers.conformance.trace_files import files_below, trace_faults
 
 PREFIX_MAX: Final = 300
@@ -53,26 +53,11 @@ class WeightChecks:
     async def bad_checkpoint(self) -> tuple[CheckResult, ...]:
         """Checkpoints that can't be loaded are refused by the check and by the load, and nothing else changes."""
         path, _ = self._two_checkpoints()
-        before = await self._engine.observe("before a bad checkpoint")
-        faults: list[str] = []
-        kinds = (MISSING, OUTSIDE, CUT_OFF, OTHER_MODEL)
-        with bad_checkpoints(self._setup.root, path) as bad:
-            good = await to_thread.run_sync(build_manifest, self._setup.root / path, False)
-            for what in kinds:
-                manifest = good if what != OTHER_MODEL else build_manifest(self._setup.root / bad[what], False)
-                source = Checkpoint(bad[what])
-                check = await self._answer(events.CheckSource(source, manifest, self._version + 1))
-                await self._engine.perform(events.Pause("abort"))
-                load = await self._answer(events.Load(self._version + 1, source, manifest))
-                await self._engine.perform(events.Resume())
-                for call, answer in (("check", check), ("load", load)):
-                    due = f"{what}: the {call} {answer}, where CheckpointError is due"
-                    faults += if_true(answer != "CheckpointError", due)
-        after = await self._engine.observe("after a bad checkpoint")
-        faults += if_true(before.instance != after.instance, "the engine did not survive: another one answers")
-        faults += if_true(before.version != after.version, "its label changed")
-        faults += await self._engine.changed()
-        return (CheckResult(faults, f"{', '.join(kinds)}: refused, and the engine serves as before"),)
+        return (await refused(self._engine, self._setup.root, path, self._check_and_load, paused=True),)
+
+    def _check_and_load(self, path: str, manifest: Manifest) -> tuple[events.CheckSource, events.Load]:
+        source, version = Checkpoint(path), self._version + 1
+        return events.CheckSource(source, manifest, version), events.Load(version, source, manifest)
 
     async def flush(self) -> tuple[CheckResult, ...]:
         """A prefix that old weights computed must not be used again. Released memory keeps no prefix either."""
@@ -102,18 +87,13 @@ class WeightChecks:
         return (CheckResult(faults, "a prompt of old weights was computed anew"),)
 
     async def _frozen(self, path: str) -> tuple[Tokens, Tokens]:
-        """Change the weights under a frozen request. Returns its next tokens, and what the new weights make of it."""
+        """Change the weights under a frozen request. Returns its last tokens, and what the new weights make of it."""
         engine = self._engine
         if not (await engine.observe("before a sync that keeps requests")).recomputes:
             return (), ()
         request = await engine.begin_long()
         await self._load_weights(path, "keep")
-        resumed = len(request.tokens)
-        await engine.end(request)
-        made = len(request.tokens) - SHORT
-        if made < resumed:  # it may have ended before it was frozen
-            return (), ()
-        return tuple(request.tokens[made:]), await engine.tokens((*request.prompt, *request.tokens[:made]))
+        return await engine.continued(request, len(request.tokens))
 
     async def sleep_and_wake(self) -> tuple[CheckResult, ...]:
         """All memory is released, then taken back."""
@@ -176,12 +156,12 @@ class WeightChecks:
 
     async def _load_weights(self, path: str, mode: InFlight = "abort") -> tuple[events.Observation, str | None]:
         """Load one checkpoint, as an agent does, as the next version. Returns what was observed, and the digest."""
-        self._version += 1
-        source = Checkpoint(path)
         manifest = await to_thread.run_sync(build_manifest, self._setup.root / path, False)
+        check, load = self._check_and_load(path, manifest)
+        self._version = load.version
         await self._engine.perform(events.Pause(mode))
-        await self._engine.perform(events.CheckSource(source, manifest, self._version))
-        returned = await self._engine.perform(events.Load(self._version, source, manifest))
+        await self._engine.perform(check)
+        returned = await self._engine.perform(load)
         observed = await self._engine.observe("loaded")
         if Operation.FLUSH in self._engine.operations:
             await self._engine.perform(events.Flush())
@@ -192,15 +172,6 @@ class WeightChecks:
         if self._setup.checkpoints is None:
             raise EngineError("not judged: give two checkpoints of its model")
         return self._setup.checkpoints
-
-    async def _answer(self, call: events.EngineCall) -> str:
-        try:
-            await self._engine.perform(call)
-        except CheckpointError:
-            return "CheckpointError"
-        except Exception as error:  # a user's backend may raise anything
-            return f"raised {type(error).__name__}"
-        return "was accepted"
 
 
 def _memory(before: int | None, after: int | None) -> tuple[int | None, str]:

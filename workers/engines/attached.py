@@ -11,11 +11,11 @@ from anyio import CancelScope, to_thread
 from schemas.commands import AdapterVersion, Checkpoint
 from schemas.errors import CheckpointError, ConfigError, EngineError, RefusedError, UnsupportedError
 from schemas.events import CheckAdapter, CheckSource, Load, LoadAdapter, Observation, Restore, UnloadAdapter
-from schemas.identity import Identity, Operation
+from schemas.identity import LAUNCH_LABEL, Identity, Operation
 from schemas.safetensors.format import read_layout
 from workers.engines.adapter_files import adapter_path, checked_adapter
 from workers.engines.checkpoint import SourceChecker
-from workers.engines.client import LAUNCH_LABEL, CallRefused, EngineClient, begun
+from workers.engines.client import CallRefused, EngineClient, begun
 from workers.engines.observed import EngineKind, Launch, LaunchT, LoRALimits, ObservedEngine, listed_adapters
 
 _OF_THE_ADAPTER: Final = (400, 404, 422)

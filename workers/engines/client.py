@@ -10,10 +10,8 @@ from math import prod
 from typing import Final, Protocol
 
 from schemas.errors import EngineError, RefusedError
-from schemas.identity import NUMBER_MAX
+from schemas.identity import LAUNCH_LABEL, NUMBER_MAX
 
-LAUNCH_LABEL: Final = "default"
-"""How SGLang and vLLM label the weights of their launch."""
 RETRY_S: Final = 0.25
 """Seconds before asking again for something that the engine refuses only for the moment."""
 

@@ -15,7 +15,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from schemas.commands import EngineCommand, EpochStart, ProfileCommand, UnknownCommand, WeightSync
+from schemas.commands import AdapterSync, EngineCommand, EpochStart, ProfileCommand, UnknownCommand, WeightSync
 from schemas.events import Answer, CommandReceived, Effect, HeadSeen, RequestResend, RequestSnapshot
 from schemas.identity import OBSERVED, ROLLOUT, Operation
 from schemas.outcomes import ErrorKind, Failed, Outcome, Reason, Skipped
@@ -218,15 +218,21 @@ def unsupported(state: AgentState, event: CommandReceived, _: int) -> Outcome | 
 
 
 def superseded(state: AgentState, event: CommandReceived, _: int) -> Outcome | None:
-    """Rule 10, of a part of a sync behind which a newer sync waits. The bus has ended the older one; an engine that was
-    launching meanwhile is brought to the newest weights only.
+    """Rule 10, of a part of a sync behind which a newer sync of the same adapter, or of the weights, waits. The bus has
+    ended the older one; an engine that was launching meanwhile is brought to the newest version only.
     """
     command = event.command
-    if not state.queue or not isinstance(command, WeightSync):
+    if not state.queue or not isinstance(command, WeightSync | AdapterSync):
         return None
-    later = (queued.command for queued in state.queue if is_targeted(state, queued))
-    begun = (sync.version for sync in later if isinstance(sync, WeightSync) and sync.phase == "prepare")
-    return SUPERSEDED if any(version > command.version for version in begun) else None
+    (what, version), later = _brought(command), (queued for queued in state.queue if is_targeted(state, queued))
+    syncs = (queued.command for queued in later if isinstance(queued.command, WeightSync | AdapterSync))
+    begun = (_brought(sync) for sync in syncs if sync.phase == "prepare")
+    return SUPERSEDED if any(other == what and newer > version for other, newer in begun) else None
+
+
+def _brought(sync: WeightSync | AdapterSync) -> tuple[str, int]:
+    """The adapter that a sync brings, which is empty for the weights, and the version."""
+    return (sync.adapter.name, sync.adapter.version) if isinstance(sync, AdapterSync) else ("", sync.version)
 
 
 def is_targeted(state: AgentState, event: CommandReceived) -> bool:

@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,10 +15,11 @@ from safetensors.torch import save_file
 
 from controlplane.plane import ControlPlane
 from controlplane.trainers.checkpoints import CheckpointSync
-from controlplane.trainers.completions import CompletionsClient, Rollout, again_and_again
+from controlplane.trainers.completions import CompletionsClient, NewestAdapter, Rollout, again_and_again
+from controlplane.trainers.trl.adapters import ADAPTER, active_of, adapter_of, newest_of, save_adapter
 from controlplane.trainers.trl.prompts import prompt_ids, sampling
-from controlplane.trainers.trl.steps import warn_of_unseen
-from schemas.errors import EngineError
+from controlplane.trainers.trl.steps import BusSteps
+from schemas.errors import ConfigError, EngineError
 from schemas.identity import InFlight
 from schemas.reports import SyncReport
 
@@ -25,11 +27,14 @@ SHARD_BYTES: Final = 4 << 30
 """Tensors of a checkpoint are collected up to here before a file is written."""
 
 
-class BusWeightTransfer:
+class BusWeightTransfer(BusSteps):
     """For `AsyncGRPOTrainer(weight_transfer=…)`: weights reach all replicas or none, whatever else rolls out for it.
 
     TRL's own leaves a server paused and half updated when a transfer fails. A sync of the bus has its pause and its
-    resume inside, so `pause` and `resume` do nothing.
+    resume inside, so `pause` and `resume` pause nothing.
+
+    It may be among the trainer's `callbacks`, too: then it has the steps, as `BusSteps`, and of a PEFT model it syncs
+    the adapter alone. Else TRL merges the adapter, and whole weights are synced.
 
     Args:
         plane: The open control plane. Checkpoints are written below its `checkpoints`.
@@ -42,20 +47,47 @@ class BusWeightTransfer:
     """
 
     def __init__(self, plane: ControlPlane, *, in_flight: InFlight = "keep", **options: Any) -> None:
-        warn_of_unseen()
-        self._sync = CheckpointSync(plane, in_flight=in_flight, **options)
+        super().__init__(plane)
+        self._sync, self._options = CheckpointSync(plane, in_flight=in_flight, **options), options
         self._count = itertools.count()
+        self._model: Any = None  # whose adapter is synced alone
         self.report: SyncReport | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **members: Any) -> None:
+        adapter = adapter_of(members["model"])
+        if not adapter:
+            return
+        if args.world_size > 1:
+            raise ConfigError(
+                f"TRL trains in {args.world_size} processes: there the adapter can't be synced alone, since TRL merges "
+                f"it in each. Without BusWeightTransfer among the callbacks, merged weights are synced"
+            )
+        if not self._sync.adapter:
+            if self.report is not None:
+                raise ConfigError("merged weights were synced before: pass BusWeightTransfer in callbacks= at once")
+            self._sync = CheckpointSync(self._plane, adapter=adapter, **self._options)
+        self._model = members["model"]  # TRL's own callback, which begins the first transfer, comes after this one
 
     def init_weight_transfer(self) -> None:
         self._sync.require_replicas()
+        if self._model is None and ADAPTER in self._plane.adapters():
+            raise ConfigError(
+                f"replicas serve the adapter {ADAPTER} of an earlier training, and rollouts would name it. Drop it "
+                f"(`rolloutctl drop-adapter {ADAPTER}`), or pass BusWeightTransfer in callbacks= too"
+            )
 
     def pause(self) -> None:
-        """Nothing: the sync pauses, once the weights are there."""
+        """Pause nothing: the sync does, if it must. TRL merges the active adapter next, and so rounds the base."""
+        if self._model is not None:
+            self._name = active_of(self._model)
+            self._model.base_model.set_adapter([])  # nothing to merge
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        name = f"update_{next(self._count)}"
-        self.report = self._sync.publish(name, lambda folder: save_tensors(iterator, folder))
+        write = partial(save_tensors, iterator)
+        if self._model is not None:
+            self._model.set_adapter(self._name)
+            write = partial(save_adapter, self._model)
+        self.report = self._sync.publish(f"update_{next(self._count)}", write)
 
     def resume(self) -> None:
         """Nothing: the sync resumed."""
@@ -110,7 +142,8 @@ class VllmRolloutWorker:
     ) -> None:
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(args.queue_maxsize)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
-        self._client = CompletionsClient(plane.serving, urls, timeout=timeout)
+        self._client, self._plane = CompletionsClient(plane.serving, urls, timeout=timeout), plane
+        self._adapter: NewestAdapter | None = None
         self._args, self._dataset, self._rewards, self._tokenizer = args, dataset, reward_funcs, tokenizer
         self._version, self._groups = 0, itertools.count()
         self._ending = threading.Event()
@@ -135,6 +168,8 @@ class VllmRolloutWorker:
 
     def _run(self) -> None:
         try:
+            if ADAPTER in self._plane.adapters():  # the first transfer has ended
+                self._adapter = newest_of(self._plane)
             rows = again_and_again(self._dataset)
             while not self._ending.is_set():
                 wanted = self._args.per_device_train_batch_size * self._args.gradient_accumulation_steps
@@ -146,7 +181,8 @@ class VllmRolloutWorker:
         """Sample and score one group for each row, and hand the samples over as the trainer takes them."""
         size, version = self._args.num_generations, self._version
         ids = [prompt_ids(row["prompt"], self._tokenizer, self._args) for row in rows]
-        completions = self._client.generate([one for one in ids for _ in range(size)], sampling(self._args))
+        asked = [one for one in ids for _ in range(size)]
+        completions = self._client.generate(asked, sampling(self._args), self._adapter)
         self._progress = time.monotonic()
         for number, (row, prompt) in enumerate(zip(rows, ids, strict=True)):
             group = completions[number * size : (number + 1) * size]

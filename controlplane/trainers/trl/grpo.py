@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from transformers.utils import logging
 from controlplane.plane import ControlPlane
 from controlplane.trainers.checkpoints import CheckpointSync
 from controlplane.trainers.completions import CompletionsClient, Rollout
+from controlplane.trainers.trl.adapters import adapter_of, newest_of, save_adapter
 from controlplane.trainers.trl.prompts import prompt_ids, sampling
 from controlplane.trainers.trl.steps import BusSteps, warn_of_unseen
 from schemas.errors import ConfigError, EngineError
@@ -23,8 +25,9 @@ if TYPE_CHECKING:
 class FleetSync(BusSteps):
     """Steps, and the policy's weights to the fleet: before the first step, and after every `every` steps.
 
-    What engines were launched with is never trusted. A sync that is aborted raises CommandFailed and so ends the
-    training. For one training process: with more, weights have to be gathered, which `AsyncGRPOTrainer` does.
+    What engines were launched with is never trusted, but for the base weights of a PEFT model: of that, the adapter
+    alone is synced. A sync that is aborted raises CommandFailed and so ends the training. For one training process:
+    with more, weights have to be gathered, which `AsyncGRPOTrainer` does.
 
     Args:
         plane: The open control plane. Checkpoints are written below its `checkpoints`.
@@ -46,7 +49,7 @@ class FleetSync(BusSteps):
         super().__init__(plane, rank)
         if every < 1:
             raise ConfigError(f"every is {every}: steps between two syncs, at least 1")
-        self._sync, self._every = CheckpointSync(plane, **options), every
+        self._sync, self._every, self._options = CheckpointSync(plane, **options), every, options
         self.report: SyncReport | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **members: Any) -> None:
@@ -57,8 +60,9 @@ class FleetSync(BusSteps):
             )
         if getattr(args, "use_vllm", False):
             raise ConfigError("use_vllm=True: TRL would sync a server of its own. Leave it False with rollout_func")
-        if hasattr(members["model"], "peft_config"):
-            raise ConfigError("the model is a PEFT adapter, and engines load whole checkpoints: merge it")
+        adapter = adapter_of(members["model"])
+        if adapter != self._sync.adapter:
+            self._sync = CheckpointSync(self._plane, adapter=adapter, **self._options)
         self._sync.require_replicas()
         self._publish(state.global_step, members["model"])
 
@@ -68,7 +72,8 @@ class FleetSync(BusSteps):
             self._publish(state.global_step, members["model"])
 
     def _publish(self, step: int, model: torch.nn.Module) -> None:
-        self.report = self._sync.publish(f"step_{step}", lambda folder: save_weights(model, folder))
+        save = save_adapter if self._sync.adapter else save_weights
+        self.report = self._sync.publish(f"step_{step}", partial(save, model))
 
 
 def save_weights(model: Any, folder: Path) -> None:
@@ -86,7 +91,7 @@ class VllmRollouts:
     """For `GRPOTrainer(rollout_func=…)`: each batch of prompts is shared out among the replicas that serve.
 
     How to sample (`max_completion_length`, `temperature`, `top_p`, …) is in the trainer's configuration. Images and
-    tools are not for it.
+    tools are not for it. Of a PEFT model, requests name the newest version of its adapter, on replicas that hold it.
 
     Args:
         plane: The open control plane.
@@ -116,14 +121,15 @@ class VllmRollouts:
     ) -> None:
         warn_of_unseen()
         self._client = CompletionsClient(plane.serving, urls, timeout=timeout)
-        self._max_gap = max_logprob_gap
+        self._adapter, self._max_gap = newest_of(plane), max_logprob_gap
         self.replicas: tuple[int, ...] = ()
         self.logprob_gaps: list[float] = []
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Return what `GRPOTrainer` asks for: `prompt_ids`, `completion_ids` and `logprobs`, a list for each prompt."""
         ids = [prompt_ids(prompt, trainer.processing_class, trainer.args) for prompt in prompts]
-        completions = self._client.generate(ids, sampling(trainer.args))
+        adapter = self._adapter if adapter_of(trainer.model) else None
+        completions = self._client.generate(ids, sampling(trainer.args), adapter)
         self.replicas = tuple(sorted({completion.replica for completion in completions}))
         if self._max_gap is not None:
             self._compare(ids, completions, trainer, self._max_gap)

@@ -47,6 +47,8 @@ class RolloutctlTrainer:
 
     def __init__(self, config: Any) -> None:
         self._require_doors()
+        if self.mode == "separate_async":
+            _refuse_adapter(config)
         self._settings = _settings(config)
         self._profiler = _profiler(config)
         config.trainer.v1.trainer_mode = self.mode  # verl looks up the options of a mode, and compares it, by its name
@@ -114,6 +116,19 @@ class RolloutctlTrainer:
     def _end_step(self) -> None:
         if self._rolloutctl is not None:
             self._rolloutctl.end_step()
+
+
+def _refuse_adapter(config: Any) -> None:
+    """Raise ConfigError if verl would leave separate replicas without the adapter that it trains."""
+    model = config.actor_rollout_ref.get("model") or {}
+    lora = model.get("lora") or {}
+    trained = model.get("lora_rank") or lora.get("rank") or model.get("lora_adapter_path")
+    if trained and not lora.get("merge"):
+        raise ConfigError(
+            "a LoRA adapter is trained, and model.lora.merge is off: verl then sends separate replicas the frozen base "
+            "weights at each update and never the adapter, so they would sample from the first policy for ever. Set "
+            "actor_rollout_ref.model.lora.merge=True, or trainer.v1.trainer_mode=rolloutctl_sync"
+        )
 
 
 def _settings(config: Any) -> VerlSettings:

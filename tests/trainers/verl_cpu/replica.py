@@ -35,6 +35,7 @@ class StandInReplica(RolloutReplica):  # type: ignore[misc]
                 replica=self.replica_rank,
                 config=self.config,
                 profiler=build_rollout_dist_profiler(self.replica_rank, self.world_size, profiler, tool),
+                adapter=self.model_config.lora_rank > 0 and not self.model_config.lora.get("merge", False),
             )
         )
         await server.launch_server.remote()
@@ -64,10 +65,15 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
         await self.server.sleep.remote()
 
     async def update_weights(
-        self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None, **_: Any
+        self,
+        weights: Iterator[tuple[str, torch.Tensor]],
+        global_steps: int | None = None,
+        peft_config: Any = None,
+        base_sync_done: bool = False,
+        **_: Any,
     ) -> None:
-        tensors = {name: tensor.detach().cpu().clone() for name, tensor in weights}
-        await self.server.load.remote(tensors, global_steps)
+        tensors = {name.replace(".base_layer", ""): tensor.detach().cpu().clone() for name, tensor in weights}
+        await self.server.load.remote(tensors, global_steps, peft_config if base_sync_done else None)
         await self.server.clear_kv_cache.remote()
         if global_steps is not None:
             await self.server.set_global_steps.remote(global_steps)

@@ -34,15 +34,16 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 class StandInServer:
     """One replica's server. `global_steps` labels the weights, as verl's servers do."""
 
-    def __init__(self, model: str, mode: Any, replica: int, config: Any, profiler: Any) -> None:
+    def __init__(self, model: str, mode: Any, replica: int, config: Any, profiler: Any, adapter: bool) -> None:
         self._folder, self._path = Path(os.environ[FOLDER]), model
         self.rollout_mode, self.replica_rank, self.node_rank, self.config = mode, replica, 0, config
-        self.profiler_controller, self.lora_as_adapter = profiler, False
+        self.profiler_controller, self.lora_as_adapter = profiler, adapter
         self.global_steps: int | None = None
         self._submission_paused, self._asleep = False, set[str]()
         self._open = asyncio.Event()
         self._open.set()
         self._recorder: Any = None
+        self._adapter: Any = None
         self._digest = ""
 
     async def launch_server(self) -> None:
@@ -103,7 +104,8 @@ class StandInServer:
 
     async def sleep(self) -> None:
         self._asleep = {"weights", "kv_cache"}
-        self._digest = ""
+        if self._resolve_sleep_level() == 2:
+            self._digest = ""
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         self._asleep -= set(tags or ["weights", "kv_cache"])
@@ -114,20 +116,33 @@ class StandInServer:
     async def resume_kv_cache(self) -> None:
         self._asleep.discard("kv_cache")
 
-    async def load(self, tensors: dict[str, torch.Tensor], step: int | None) -> None:
-        """Take all tensors of the model. Not of verl's servers, which are sent them through shared memory."""
+    async def load(
+        self, tensors: dict[str, torch.Tensor], step: int | None, lora: dict[str, Any] | None = None
+    ) -> None:
+        """Take all tensors of the model, or of its adapter with the settings `lora`.
+
+        Not of verl's servers, which are sent them through shared memory. Those too hold one adapter, and replace it.
+        """
         if (self._folder / f"die-{self.replica_rank}-{step}").exists():
             os._exit(1)
-        self._model.load_state_dict(tensors, strict=False)
+        if lora is None:
+            self._model.load_state_dict(tensors, strict=False)
+        else:
+            from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+
+            settings = LoraConfig(**{name: lora[name] for name in ("r", "lora_alpha", "target_modules")})
+            self._adapter = self._adapter or get_peft_model(self._model, settings)  # inside of the model
+            assert not set_peft_model_state_dict(self._adapter, tensors).unexpected_keys
         self._digest = digest(tensors)
-        self._note("loaded", step=step, digest=self._digest, paused=self._submission_paused)
+        what = "loaded" if lora is None else "adapted"
+        self._note(what, step=step, digest=self._digest, paused=self._submission_paused)
 
     async def set_global_steps(self, global_steps: int) -> None:
         if not (self._folder / f"lose-{self.replica_rank}-{global_steps}").exists():
             self.global_steps = global_steps
 
     def _resolve_sleep_level(self) -> int:
-        return 2
+        return 1 if self.lora_as_adapter else 2
 
     # --- profiles -----------------------------------------------------------------------------------------------------
 
