@@ -289,6 +289,17 @@ def test_a_deferred_finish_survives_the_pause_of_an_engine_that_waits_for_a_bus(
     assert finished(effects)
 
 
+def test_a_deferred_finish_is_made_once_though_a_bus_comes_back_while_the_agent_looks_at_its_engine() -> None:
+    state, _ = fold(late_stop(), command(FINISH, 3))
+    settings = replace(state.settings, on_lost_bus="pause")
+    started = Started(at_ms=0, incarnation="next", identity=state.identity, settings=settings)
+    relaunched = replace(PRESENT, instance="two")
+    state, effects = fold(state, started, EngineObserved(at_ms=1, observation=relaunched), LeaseExpired(at_ms=2))
+    state, _ = fold(state, SnapshotReceived(at_ms=2, epoch=1, seq=3, desired=state.desired))
+    _, calls, _ = carry_out(state, effects, relaunched)
+    assert sum(isinstance(call, FinishProfile) for call in calls) == 1
+
+
 def test_a_second_finish_that_cannot_wait_beside_the_first_is_refused_and_forgets_neither() -> None:
     state, _ = fold(late_stop(), command(FINISH, 3))
     state, effects = fold(state, command(replace(FINISH, profiled_steps=(7,)), 4))

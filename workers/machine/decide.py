@@ -376,7 +376,7 @@ def _plan_again(state: AgentState, activity: Activity) -> tuple[AgentState, Acti
     desired = still_desired(state.desired, state.suppressed)
     state = replace(state, engine=adopt_pushed(state.engine, desired, state.identity))
     if activity.trigger is None:
-        rest = own_calls(state, just_observed=True)
+        rest = own_calls(replace(state, deferred_finish=None), just_observed=True)  # it comes after these
         if memory_missing(rest, state.engine, state.identity) is not None:
             rest = ()  # its time comes when the trainer takes the memory back
         return state, replace(activity, calls=(*activity.calls[:1], *rest)), None
