@@ -298,7 +298,7 @@ class Agent:
             try:
                 await self._engine.close()
             except (Exception, asyncio.CancelledError) as error:
-                if isinstance(error, asyncio.CancelledError) and scope.cancel_called:
+                if scope.cancel_called and ends_this_task(error):
                     raise
                 what = str(error) or fault_of(error).message
                 logger.warning("agent %s: %s.close raised: %s", self.identity.agent, name, what)

@@ -238,13 +238,16 @@ class EngineDriver:
             try:
                 observation = await self._engine.observe()
             except (Exception, asyncio.CancelledError) as error:
-                if isinstance(error, asyncio.CancelledError) and scope.cancel_called or ends_this_task(error):
+                if ends_this_task(error):
                     raise
-                return self._not_read(f"raised {fault_of(error).message}")
-            if observation != self._observed and not is_readable(EngineObserved(at_ms=0, observation=observation)):
-                return self._not_read("returned what can't be recorded")
-            self._unreadable = None
-            return observation
+                # Once the scope is cancelled, a cancellation of the backend's own is not one that the scope takes.
+                if not (scope.cancel_called and isinstance(error, asyncio.CancelledError)):
+                    return self._not_read(f"raised {fault_of(error).message}")
+            else:
+                if observation != self._observed and not is_readable(EngineObserved(at_ms=0, observation=observation)):
+                    return self._not_read("returned what can't be recorded")
+                self._unreadable = None
+                return observation
         if limit_s < OBSERVE_S or anyio.current_time() < scope.deadline:
             return None
         return self._not_read(f"did not return within {OBSERVE_S:g} s")

@@ -33,7 +33,7 @@ class Proofs:
         for effect in effects:
             match effect:
                 case events.Send(message=Welcome()) if isinstance(event, events.HelloReceived):
-                    self._places[event.hello.identity.agent] = event.hello.identity
+                    self._welcome(event.hello.identity)
                 case events.Send(message=Snapshot(desired=desired)):
                     if (place := replica_and_node(agent_of(effect.peer))) is not None:
                         self.desired[place[0]] = desired
@@ -45,6 +45,13 @@ class Proofs:
                         self._fold(command, envelope.target)
                 case _:
                     pass
+
+    def _welcome(self, place: Identity) -> None:
+        """Note a node. A replica that takes part in syncs from now on, or no more, begins as a new one does."""
+        first = self._first_nodes(self._places).get(place.unit)
+        if first is not None and first.syncs != place.syncs:
+            self.desired.pop(place.unit, None)
+        self._places[place.agent] = place
 
     def _fold(self, command: Command | UnknownCommand, target: Target) -> None:
         places = self._first_nodes(self._places)

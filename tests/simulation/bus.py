@@ -83,6 +83,11 @@ class Bus:
     def now_us(self) -> int:
         return self.world.now * 1000 + self.clock_us
 
+    @property
+    def late_us(self) -> int:
+        """How late a timer may be. With durability `disk` it waits for the turn that is being written, then its own."""
+        return 1000 * (1 + 2 * self.slowest_ms) if self.world.disk else 1000
+
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:

@@ -72,7 +72,13 @@ class Mechanisms:
 
 
 class World:
-    """The cluster, its clock and its luck."""
+    """The cluster, its clock and its luck.
+
+    new_slot, new_bus: what it is made of; others than these run the real shells.
+    """
+
+    new_slot: Callable[..., Slot] = Slot
+    new_bus: Callable[..., Bus] = Bus
 
     def __init__(self, seed: int, mechanisms: Mechanisms | None = None, story: list[str] | None = None) -> None:
         self.seed = seed
@@ -113,12 +119,14 @@ class World:
             mode = RolloutMode.COLOCATED if replica > 0 and rng.random() < 0.3 else RolloutMode.HYBRID
             for node_rank in range(nnodes):
                 identity = Identity(replica=replica, node_rank=node_rank, nnodes=nnodes, mode=mode)
-                slot = Slot(self, identity, None, embedded=rng.random() < 0.3)
+                slot = self.new_slot(self, identity, None, embedded=rng.random() < 0.3)
                 if node_rank == 0:
                     slot.engine = self._engine(slot)
                 slots.append(slot)
         for rank in range(rng.choice((0, 0, 1, 2))):
-            slot = Slot(self, Identity(replica=rank, node_rank=0, role="actor"), None, embedded=rng.random() < 0.3)
+            slot = self.new_slot(
+                self, Identity(replica=rank, node_rank=0, role="actor"), None, embedded=rng.random() < 0.3
+            )
             slot.engine = self._engine(slot)
             slot.engine.temper.lacks = frozenset(Operation) - {Operation.PROFILE}
             slot.engine.operations = frozenset({Operation.PROFILE})
@@ -368,7 +376,7 @@ class World:
         """Start another process for a place, with an engine of its own; it may claim another shape."""
         self.doubles += 1
         identity = self._other_shape(slot.identity) if self.operators.random() < 0.3 else slot.identity
-        double = Slot(self, identity, None, embedded=True, double=self.doubles)
+        double = self.new_slot(self, identity, None, embedded=True, double=self.doubles)
         self.say(f"another process claims to be {double.name}, {identity.shape}")
         self.doubled.add(double.name)
         if slot.engine is not None:
@@ -492,7 +500,7 @@ class World:
         if self.bus is not None:
             return
         self.lives += 1
-        self.bus = Bus(self, self.lives)
+        self.bus = self.new_bus(self, self.lives)
         self.buses.append(self.bus)
         for slot in self.slots if self.weather.one_port else ():
             if slot.process is not None and slot.process.state.joined and self.rng.random() < 0.5:

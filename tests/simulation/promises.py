@@ -516,8 +516,6 @@ class Promises:
         and each answer is one that was given.
         """
         published = self.log[report.seq]
-        # With durability `disk` a timer waits for the turn that is being written, and then for its own.
-        late_us = 1000 * (1 + 2 * bus.slowest_ms) if bus.world.disk else 1000
         key = (report.origin, report.seq)
         if key in self.concluded:
             self.broken("P3 answer", f"command {report.seq} was concluded twice")
@@ -531,7 +529,7 @@ class Promises:
         absent = {agent for agent, conclusion in missing.items() if conclusion.reason == "absent"}
         if absent != published.away:
             self.broken("P3 answer", f"command {report.seq}: {published.away} were away, {absent} are named absent")
-        if published.life == bus.life and bus.now_us > published.deadline_us + late_us:
+        if published.life == bus.life and bus.now_us > published.deadline_us + bus.late_us:
             self.broken("P3 answer", f"command {report.seq} was concluded after its deadline")
         for line in report.outcomes:
             if isinstance(line.conclusion, Missing):

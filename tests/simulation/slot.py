@@ -27,7 +27,7 @@ class Slot:
         self.engine = engine
         self.embedded = embedded
         self.journal: list[tuple[bytes, bytes]] = []  # what its disk holds
-        self.disk = Disk(f"{world.seed} {identity.agent} {double or ''}")
+        self.disk = self.new_disk(f"{world.seed} {identity.agent} {double or ''}")
         self.clock_ms = world.rng.randrange(1_000_000)
         self.blocked_until = {"up": 0, "down": 0, "pub": 0}
         self.away_until = 0  # its agent is not started before
@@ -53,8 +53,16 @@ class Slot:
             self.relaunch()
         if not self.world.mechanisms.journal:
             self.disk.erase()
-        self.process = Process(self)
+        self.process = self.new_process()
         self.process.begin()
+
+    def new_disk(self, seed: str) -> Disk:
+        """Return an empty disk."""
+        return Disk(seed)
+
+    def new_process(self) -> Process:
+        """Return its next agent."""
+        return Process(self)
 
     def be_succeeded(self, number: int) -> Slot | None:
         """Give up the agent with its journal. Returns the slot that it goes on in, cut off from every bus, and with the
@@ -69,11 +77,11 @@ class Slot:
         pushed = (engine.label or "").startswith("push") or engine.weights.startswith(BROADCAST)
         if engine.session_step is not None or torn or pushed or engine.hides:
             return None
-        old = Slot(self.world, self.identity, engine, embedded=False, double=number)
+        old = type(self)(self.world, self.identity, engine, embedded=False, double=number)
         old.clock_ms, old.on_lost_bus, old.incarnations = self.clock_ms, self.on_lost_bus, self.incarnations
         old.disk, old.journal, old.ledger, old.cut_off = self.disk, self.journal, self.ledger, True
         old.process, process.slot, self.process, engine.loaded_by = process, old, None, None
-        self.disk, self.journal = Disk(f"{self.world.seed} {self.name} after {number}"), []
+        self.disk, self.journal = self.new_disk(f"{self.world.seed} {self.name} after {number}"), []
         self.ledger = Ledger(answered=old.ledger.answered, lost_epoch=old.ledger.lost_epoch)
         return old
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import anyio
 import pytest
+from anyio import CancelScope
+from anyio.lowlevel import checkpoint
 from msgspec.structs import replace
 
 from schemas.errors import AgentError, EngineError
@@ -26,6 +28,7 @@ from schemas.outcomes import Acted, ErrorKind, Failed
 from schemas.transport.sockets import Context
 from tests.unit.machines import command
 from tests.unit.small_bus import FLUSH, PAUSE, RESUME, Bus, Engine, Run, reaches, running
+from workers import agent as agent_module
 from workers import driver
 from workers.driver import EngineDriver
 from workers.machine.state import Activity, AgentState
@@ -42,7 +45,7 @@ class Unkind(Engine):
     def __init__(self) -> None:
         super().__init__()
         self.reads: str | BaseException = "well"
-        self.hanging = anyio.Event()
+        self.hanging, self.released = anyio.Event(), anyio.Event()
         self.launched_from: str | None = None
 
     async def observe(self) -> Observation:
@@ -51,6 +54,11 @@ class Unkind(Engine):
         if self.reads == "hang":
             self.hanging.set()
             await anyio.sleep_forever()
+        if self.reads == "end late":
+            self.hanging.set()
+            with CancelScope(shield=True):
+                await self.released.wait()
+            raise asyncio.CancelledError
         return replace(await super().observe(), remedies=Remedies(launched_from=self.launched_from))
 
 
@@ -85,6 +93,23 @@ async def test_a_command_does_not_wait_for_an_observation_that_hangs(
         bus.publish(PAUSE, ttl_ms=TTL_MS)
         assert (await bus.outcome(1)).outcome == Acted(calls=("pause",))
         assert engine.calls == [Pause("abort")]
+
+
+async def test_an_observation_that_ends_late_with_a_cancellation_of_its_own_ends_nothing_else(
+    bus: Bus, engine: Engine, run: Run
+) -> None:
+    """It gave way to a command, and its backend could not be cancelled at once."""
+    async with run() as agent:
+        await bus.admit()
+        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        unkind(engine).reads = "end late"
+        with anyio.fail_after(10):
+            await unkind(engine).hanging.wait()
+        bus.publish(PAUSE)
+        await reaches(agent, lambda state: state.activity is not None)
+        unkind(engine).reads = "well"
+        unkind(engine).released.set()
+        assert (await bus.outcome(1)).outcome == Acted(calls=("pause",))
 
 
 async def test_an_engine_whose_observation_hangs_is_unknown_until_it_can_be_read(
@@ -281,3 +306,20 @@ async def test_a_close_that_is_cancelled_from_within_is_logged_and_ends_nothing_
     async with running(bus, context, Stray(), tmp_path):
         pass
     assert len(warnings_of(caplog, "Stray.close raised: a task of the engine's backend was cancelled")) == 1
+
+
+async def test_a_close_that_ends_late_with_a_cancellation_of_its_own_ends_nothing_else(
+    bus: Bus, context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took longer than closing may take, and its backend could not be cancelled at once."""
+    monkeypatch.setattr(agent_module, "ENGINE_CLOSE_S", 0.0)
+
+    class Late(Engine):
+        async def close(self) -> None:
+            with CancelScope(shield=True):
+                await checkpoint()
+            raise asyncio.CancelledError
+
+    async with running(bus, context, Late(), tmp_path):
+        pass
+    assert len(warnings_of(caplog, "Late.close raised: a task of the engine's backend was cancelled")) == 1

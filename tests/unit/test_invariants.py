@@ -28,7 +28,7 @@ from schemas.events import (
     SnapshotReceived,
     Started,
 )
-from schemas.identity import Identity
+from schemas.identity import Identity, RolloutMode
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from schemas.reports import Report, SyncReport
 from schemas.wire import Rejoin, decode_command, encode
@@ -380,6 +380,20 @@ def test_i11_a_report_that_keeps_back_that_a_replica_is_paused() -> None:
     for _ in range(3):
         bus.answer(a0_0=DONE, a1_0=DONE)
     assert forgotten(bus, stopped=()) == ["the report of v1 does not say that replica 1 is paused or asleep"]
+
+
+def test_i11_a_replica_that_comes_back_in_another_mode_was_told_nothing_yet() -> None:
+    bus = Recorded("0.0")
+    bus.arrive("1.0", mode=RolloutMode.COLOCATED)
+    bus.issue(EngineCommand(operation="pause"), target=Target(replicas=frozenset({1})), operator=True)
+    bus.answer(a0_0=Skipped(Reason.NOT_TARGETED), a1_0=DONE)
+    bus.lose("1.0")
+    bus.hello("1.0", "b", mode=RolloutMode.HYBRID)
+    bus.sync(1)
+    for _ in range(3):
+        bus.answer(a0_0=DONE)
+    assert bus.synced[-1].status == "committed"
+    assert [str(violation) for violation in verify(bus.entries)] == []
 
 
 def test_i11_an_aborted_report_that_keeps_back_a_replica_in_quarantine() -> None:
