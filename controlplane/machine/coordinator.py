@@ -44,7 +44,7 @@ from schemas.commands import EpochStart, Target
 from schemas.outcomes import Missing
 from schemas.reports import AgentOutcome, Report
 
-LOGIC = 7
+LOGIC = 8
 """Version of the decisions below, recorded in every log. A change of behaviour gets a new number."""
 
 EPOCH_START_TIMEOUT_MS = 60_000

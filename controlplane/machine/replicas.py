@@ -72,7 +72,11 @@ def live_agents(state: CoordinatorState) -> frozenset[str]:
 
 
 def note_outcomes(state: CoordinatorState, command: Command, outcomes: Iterable[AgentOutcome]) -> CoordinatorState:
-    """Record which replicas these outcomes prove to be serving, or not to be, until their next heartbeats."""
+    """Record which replicas these outcomes prove to be serving, or not to be, until their next heartbeats.
+
+    Those of agents that are not live prove nothing: later commands do not wait for them, so when they have joined they
+    may have missed some.
+    """
     if isinstance(command, AdapterSync):
         return _note_adapter(state, command, outcomes) if command.phase in ("load", "commit") else state
     if not _lets_serve(command):
@@ -80,7 +84,7 @@ def note_outcomes(state: CoordinatorState, command: Command, outcomes: Iterable[
     changed: dict[str, Member] = {}
     for outcome in outcomes:
         member = state.members.get(outcome.agent)
-        if member is None or not is_primary(member) or _says_nothing(outcome.conclusion):
+        if member is None or member.state != "live" or not is_primary(member) or _says_nothing(outcome.conclusion):
             continue
         acked = _carried_out(outcome.conclusion)
         sync_acked = member.sync_acked
@@ -98,7 +102,7 @@ def _note_adapter(state: CoordinatorState, command: AdapterSync, outcomes: Itera
     loaded_seq = max((entry.loaded_seq for entry in used if entry.adapter == command.adapter), default=0)
     for outcome in outcomes if loaded_seq > state.discarded_seq else ():
         member = state.members.get(outcome.agent)
-        if member is None or not is_primary(member) or _says_nothing(outcome.conclusion):
+        if member is None or member.state != "live" or not is_primary(member) or _says_nothing(outcome.conclusion):
             continue
         acked = {**member.adapters_acked, command.adapter.model: _carried_out(outcome.conclusion)}
         changed[outcome.agent] = replace(member, adapters_acked=acked)

@@ -36,7 +36,7 @@ from schemas.wire import (
     encode_header,
     event_decoder,
 )
-from tests.simulation import adapter_verdicts
+from tests.simulation import adapter_verdicts, verdicts
 from tests.simulation.adapters import GRACE_MS
 from tests.simulation.engine import Attempt
 from workers.link.frames import read_control, read_publication, read_replay
@@ -330,8 +330,9 @@ class Process:
 
     def returned(self, attempt: Attempt) -> None:
         engine = self.slot.engine
-        if not self.alive or engine is None or self.waits_for_disk(self.returned, attempt):
+        if not self.alive or engine is None or attempt.returned or self.waits_for_disk(self.returned, attempt):
             return
+        attempt.returned = True
         result = engine.end(attempt)
         gives_way = self.state.queue and (self.state.activity is None or self.state.activity.trigger is None)
         seen = self.looked = None if gives_way else engine.observe()
@@ -460,11 +461,15 @@ class Process:
             self.world.say(f"{self.peer}: the lease has expired")
             self.feed(events.LeaseExpired(at_ms=self.clock_ms))
         if self.alive:
-            self.world.promises.leased(self)
+            self.world.promises.judge("P7 trainer first", verdicts.leased(self))
 
-    def hear(self) -> None:
-        """Renew the lease of an agent that has joined; until then the bus commands nothing here, however it answers."""
+    def hear(self, epoch: int) -> None:
+        """Renew the lease of an agent that has joined; until then the bus commands nothing here, however it answers.
+        One that was replaced never does.
+        """
         if self.world.mechanisms.lease_of_members and (not self.welcomed or self.snapshot_due):
+            return
+        if epoch < self.state.epoch:
             return
         self.heard_ms = self.world.now
         self.lease_over = False
@@ -473,7 +478,7 @@ class Process:
         """A frame of the subscription; without an envelope it is a head."""
         if not self.alive or self.waits_for_disk(self.on_published, epoch, origin, seq, envelope):
             return
-        self.hear()
+        self.hear(epoch)
         self.published_ms = self.commanded_ms = self.world.now
         if not self.hears:
             self.hears = True
@@ -509,6 +514,7 @@ class Process:
                     self.join()
             case Snapshot():
                 self.snapshot_due = False
+                self.commanded_ms = self.world.now if epoch >= self.state.epoch else self.commanded_ms
                 self.feed(events.SnapshotReceived(at_ms=self.clock_ms, epoch=epoch, seq=seq, desired=message.desired))
             case Replay():
                 frames = [encode_header(epoch, 0, seq), encode(message)]
@@ -525,4 +531,4 @@ class Process:
                     self.hello()
             case _:
                 pass
-        self.hear()
+        self.hear(epoch)

@@ -30,7 +30,7 @@ from tests.simulation import endings, serving
 from tests.simulation.adapters import AdapterTrainer, Files, Shelf
 from tests.simulation.agent import Process
 from tests.simulation.bus import Bus, Log
-from tests.simulation.engine import LAUNCH_LABEL, Engine, Temper
+from tests.simulation.engine import BROADCAST, LAUNCH_LABEL, Engine, Temper
 from tests.simulation.promises import Broken, Ledger, Promises
 from tests.simulation.slot import Slot
 from tests.simulation.trainer import Trainer
@@ -151,6 +151,8 @@ class World:
             engine.launched_from = launched_from if kind != "verl" else None
             found = random.Random(f"found {slot.name} {self.seed}")
             engine.used = found.randrange(1, 4) if found.random() < 0.1 else 0
+            if kind == "tiny" and self.weather.forgets and self.weather.journals and found.random() < 0.5:
+                engine.label = None  # else its weights are loaded again, and its cache flushed for that
             engine.closing = random.Random(f"closing {slot.name} {self.seed}")
             engine.temper.failing = {"failing loads": "load", "failing pauses": "pause"}.get(self.weather.aim, "")
             if "trainer dies" in self.weather.aim and rng.random() < 0.5:
@@ -412,8 +414,9 @@ class World:
         self.say(f"{process.peer} is cut off for good, and another agent takes over")
         self.slots.append(old)
         lives_ms = self.settings.lease_ms + self.others.randrange(2000, 30_000)
-        for delay_ms in range(5000, lives_ms, 3000):  # so that it remembers weights that are not the newest
-            self.at(delay_ms, self._sync_meanwhile)
+        ends_ms = process.heard_ms + self.settings.lease_ms - self.now
+        for delay_ms in (*range(5000, lives_ms, 3000), max(0, ends_ms - self.others.randrange(1000))):
+            self.at(delay_ms, self._sync_meanwhile)  # so that it remembers weights that are not the newest
         until_ms = self.now + lives_ms + DOUBLE_FORGOTTEN_MS
         self.doubled_until[slot.identity.unit] = max(until_ms, self.doubled_until.get(slot.identity.unit, 0))
         self.at(self.others.randrange(500, 4000), slot.start, False)
@@ -460,6 +463,8 @@ class World:
         committed = engine is None or engine.version <= process.state.desired.version
         if engine is not None and self.weather.forgets and (engine.session_step is not None or engine.is_torn):
             committed = self.others.random() < 0.8
+        if engine is not None and self.weather.forgets and (engine.hides or engine.weights.startswith(BROADCAST)):
+            committed = self.others.random() < 0.4
         if self.rng.random() >= self.weather.journals / (50 if committed else 1):
             return
         slot.lose_journal()

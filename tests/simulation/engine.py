@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from msgspec.structs import replace
 
 from schemas import events
-from schemas.commands import Pushed, Source
+from schemas.commands import Broadcast, Pushed, Source
 from schemas.desired import Desired
 from schemas.identity import Memory, Operation, Tag
 
@@ -59,12 +59,18 @@ LOST: Final = "unanswered"
 """Kind of the fault of a call whose answer was lost."""
 WINDOWS_END: Final = 0.0
 """Share of sessions with a window that the engine ends by itself."""
+BROADCAST: Final = "broadcast"
+"""How the names of weights begin that can't be read again."""
+GROUP_MS: Final = 5000
+"""How long an engine waits for a broadcast before its group gives up."""
 LAUNCH_LABEL = "default"
 """The label of what a fresh engine holds."""
 
 
 def weights_of(source: Source) -> str:
-    """Return the name of a source's weights. Those that are pushed are the same as in the checkpoint beside them."""
+    """Return the name of a source's weights. Those that are sent are the same as in the checkpoint beside them."""
+    if isinstance(source, Broadcast):
+        return source.path or f"{BROADCAST} {source.group}"
     return source.path or f"pushed {source.label}" if isinstance(source, Pushed) else source.path
 
 
@@ -90,6 +96,8 @@ class Attempt:
     result: events.Returned | events.Fault
     applied: bool = False
     lost: bool = False  # its answer never arrives, whatever it did
+    waits: bool = False  # for what the trainer broadcasts
+    returned: bool = False
 
     @property
     def word(self) -> str:
@@ -127,7 +135,7 @@ class Engine:
     unseen: a start of a session since the last observation: nobody knows yet whether it is open.
     moved: the trainer released its memory, or took it back, since the last observation.
     unseen_by: those of its agents that have not looked since another one called it.
-    caller: the agent that called it last.
+    caller: the agent that called it last.   loaded_by: which of two agents gave it its weights.
     resumed: asked before the engine generates again, so that what it holds can be judged.
     shelf: its LoRA adapters.
     """
@@ -170,6 +178,7 @@ class Engine:
     shelf: Shelf = field(init=False)
     unseen_by: set[int] = field(default_factory=set)
     caller: Process | None = None
+    loaded_by: int | None = None
 
     @property
     def is_torn(self) -> bool:
@@ -207,7 +216,7 @@ class Engine:
         self.cached.clear()
         self.frozen = False
         self.interrupts = False
-        self.version, self.weights = 0, LAUNCHED
+        self.version, self.weights, self.loaded_by = 0, LAUNCHED, None
         self.label = LAUNCH_LABEL if self.label is not None else None
         if self.used and self.instance == 1 and self.label is not None:
             self.version, self.label, self.weights = self.used, str(self.used), f"{self.used} of another run"
@@ -270,13 +279,23 @@ class Engine:
     @property
     def hides(self) -> bool:
         """Whether it is in a state that no observation of it shows."""
-        if self.cached - {self.weights} or self.frozen or self.shelf.hides:
+        unnamed = self.weights != LAUNCHED and self.kind == "verl"
+        return self.stale or self.frozen or unnamed or (self.paused and self.kind == "verl") or self.hides_for_good
+
+    @property
+    def hides_for_good(self) -> bool:
+        """Whether it is in a state that it does not show, and that nothing brings to an end that does no harm."""
+        if self.shelf.hides or (self.stale and (self.weights == LAUNCHED or not self.paused)):
             return True
         if self.kind == "tiny":
             return False
-        unnamed = self.weights != LAUNCHED and (self.label is None or self.kind == "verl")
-        paused = self.paused and (self.kind == "verl" or self.memory == "trainer")
-        return bool(self.asleep) or unnamed or paused
+        unnamed = self.weights != LAUNCHED and self.label is None
+        return bool(self.asleep) or unnamed or (self.paused and self.memory == "trainer")
+
+    @property
+    def stale(self) -> bool:
+        """Whether its cache is of other weights than it holds."""
+        return bool(self.cached - {self.weights})
 
     def close_window(self) -> None:
         """Close a session whose window has ended."""
@@ -341,7 +360,20 @@ class Engine:
         self.attempt = Attempt(call, call_id, self.instance, result)
         self.attempt.applied = not reached  # nothing listens there yet, and nothing is touched
         self.attempt.lost = reached and self.temper.loses > 0 and self.losing.random() < self.temper.loses
+        if isinstance(call, events.Load) and isinstance(call.source, Broadcast) and isinstance(result, events.Returned):
+            if self.shelf.slot.identity.replica not in call.source.replicas:
+                self.attempt.result = events.Fault("source_refused", "it is not in the group.")
+                return self.attempt, duration_ms
+            self.attempt.waits, self.attempt.result = True, events.Fault("engine_error", "the group gave up.")
+            return self.attempt, GROUP_MS
         return self.attempt, duration_ms
+
+    def awaiting(self, source: Broadcast) -> Attempt | None:
+        """The call that waits for a broadcast; None if none does."""
+        attempt = self.attempt
+        if attempt is None or not attempt.waits or not isinstance(attempt.call, events.Load):
+            return None
+        return attempt if attempt.call.source == source else None
 
     def end(self, attempt: Attempt) -> events.Returned | events.Fault:
         """End a call: it takes effect if it has not yet, and returns its result."""
@@ -418,6 +450,7 @@ class Engine:
         if isinstance(call, events.Load):
             version, self.weights, label = call.version, weights_of(call.source), call.label or str(call.version)
         self.version, self.label = version, label if self.label is not None else None
+        self.loaded_by = self.caller.slot.double if self.caller is not None else None
         self.shelf.read_again()
         return events.Returned(digest=digest_of(self.weights) if self.kind == "tiny" else None)
 

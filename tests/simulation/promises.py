@@ -87,6 +87,8 @@ class Ledger:
         resuming: What it was to serve when it last asked its engine to resume.
         quarantined_at: The last command that it had decided when it went out of service by itself; those that were
             queued then come after it.
+        unproven: What its engine held by a broadcast when it lost its journal.
+        received: The commands for which its engine was told to receive a broadcast.
         begun_at: Seq of the snapshot with which this agent began to follow a log that had lost its tail. The bus may
             not have known its place before that.
     """
@@ -107,6 +109,8 @@ class Ledger:
     begun_at: int = 0
     quarantined_at: int = 0
     resuming: str = ""
+    unproven: str = ""
+    received: set[tuple[int, int]] = field(default_factory=set)
 
 
 @dataclass
@@ -320,8 +324,9 @@ class Promises:
         if perform.call_id in ledger.performed:
             self.broken("P5 one effect", f"{process.peer} makes call {perform.call_id} again")
         ledger.performed.add(perform.call_id)
-        self.judge("P6 fencing", verdicts.alone(process))
+        self.judge("P6 fencing", verdicts.alone(process, perform.call))
         engine = process.slot.engine
+        self.judge("P5 one effect", verdicts.receives(process, perform.call))
         if isinstance(perform.call, Sleep | Wake) and engine is not None and engine.memory == "trainer":
             self.broken("P5 one effect", f"{process.peer} calls {perform.call} on memory that is the trainer's")
         if isinstance(perform.call, Resume) and process.slot.on_lost_bus == "pause" and ledger.lease_over:
@@ -344,10 +349,6 @@ class Promises:
     def dials(self, process: Process) -> None:
         """P3: an agent that is given a new key leaves no sync that it takes part in."""
         self.judge("P3 answer", verdicts.dials(self, process))
-
-    def leased(self, process: Process) -> None:
-        """P7: the end of its lease."""
-        self.judge("P7 trainer first", verdicts.leased(process))
 
     def commits(self, lost: bool = False) -> list[WeightSync]:
         """Return every published commit, in order; after those that the log has `lost`, if wanted."""

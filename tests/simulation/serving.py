@@ -96,7 +96,9 @@ def stranded(process: Process, desired: Desired) -> bool:
         no_way_back = fallback is not None or process.state.engine.launched_from is None or engine.unable
         return no_way_back and (engine.weights != LAUNCHED or (engine.kind != "tiny" and process.state.engine.torn))
     wanted = committed or fallback
-    return wanted is not None and durable_source(wanted.source) is None and engine.weights != weights_of(wanted.source)
+    if wanted is None or durable_source(wanted.source) is not None:
+        return False
+    return engine.weights != weights_of(wanted.source) or engine.weights == process.slot.ledger.unproven
 
 
 def _refused(engine: Engine, weights: Committed) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from schemas.identity import Identity, OnLostBus
 from tests.simulation.agent import Process
 from tests.simulation.disk import Disk
-from tests.simulation.engine import LAUNCH_LABEL, Engine
+from tests.simulation.engine import BROADCAST, LAUNCH_LABEL, Engine
 from tests.simulation.promises import Ledger
 from workers.machine.readiness import in_sync
 
@@ -74,13 +74,13 @@ class Slot:
         if not in_sync(process.state) or engine.kind == "verl":  # which would not tell whether it was paused meanwhile
             return None
         torn = process.state.engine.torn or engine.is_torn
-        pushed = (engine.label or "").startswith("push")
+        pushed = (engine.label or "").startswith("push") or engine.weights.startswith(BROADCAST)
         if engine.session_step is not None or torn or pushed or engine.hides:
             return None
         old = type(self)(self.world, self.identity, engine, embedded=False, double=number)
         old.clock_ms, old.on_lost_bus, old.incarnations = self.clock_ms, self.on_lost_bus, self.incarnations
         old.disk, old.journal, old.ledger, old.cut_off = self.disk, self.journal, self.ledger, True
-        old.process, process.slot, self.process = process, old, None
+        old.process, process.slot, self.process, engine.loaded_by = process, old, None, None
         self.disk, self.journal = self.new_disk(f"{self.world.seed} {self.name} after {number}"), []
         self.ledger = Ledger(answered=old.ledger.answered, lost_epoch=old.ledger.lost_epoch)
         return old
@@ -90,7 +90,8 @@ class Slot:
 
         Not while no engine could tell the next agent what it has to know: after a load that was cut off, or a sleep
         that dropped the weights, while their label is still that of the launch, or a mere number; nor while it holds a
-        push that the run may forget. A session that was open stays open, and a new start is refused meanwhile.
+        push that the run may forget. A session that was open stays open, and a new start is refused meanwhile. Nothing
+        proves what was broadcast.
         """
         process, engine = self.process, self.engine
         if process is None or engine is None or engine.attempt is not None or process.state.activity is not None:
@@ -100,7 +101,8 @@ class Slot:
         forgotten = label.startswith("push") and bool(weather.tails or weather.retires or weather.reshapes)
         unseen = torn and (engine.label in (None, LAUNCH_LABEL) or not weather.forgets)
         profiles = engine.session_step is not None and not weather.forgets
-        if profiles or unseen or forgotten or engine.hides:
+        hides = engine.hides_for_good if weather.forgets else engine.hides
+        if profiles or unseen or forgotten or hides:
             return
         if engine.session_step is not None:
             self.world.say(f"its session of step {engine.session_step} is forgotten")
@@ -111,7 +113,8 @@ class Slot:
         process.die()
         self.disk.erase()
         self.journal.clear()
-        self.ledger = Ledger(answered=self.ledger.answered, lost_epoch=self.ledger.lost_epoch)
+        unproven = engine.weights if engine.weights.startswith(BROADCAST) else ""
+        self.ledger = Ledger(answered=self.ledger.answered, lost_epoch=self.ledger.lost_epoch, unproven=unproven)
 
     def relaunch(self) -> None:
         """Kill the engine and launch it again; it answers after a while."""

@@ -147,6 +147,22 @@ def planning_unread(state: AgentState, event: Event) -> Decided:
     return machine.decide(state, event)
 
 
+def trusting_what_it_finds(state: AgentState, event: Event) -> Decided:
+    """Take the cache of an engine that is found paused for one of the weights that it holds."""
+    after, effects = machine.decide(state, event)
+    found = state.engine.instance is None and after.engine.instance is not None
+    return replace(after, engine=replace(after.engine, stale_cache=False)) if found else after, effects
+
+
+def taking_silence_for_yes(state: AgentState, event: Event) -> Decided:
+    """Take an engine that does not say whether it is paused for one that generates."""
+    after, effects = machine.decide(state, event)
+    found = state.engine.instance is None and after.engine.instance is not None
+    if found and after.engine.generating is None:
+        after = replace(after, engine=replace(after.engine, generating=True))
+    return after, effects
+
+
 def never_reading_back(state: AgentState, event: Event) -> Decided:
     """Believe that an engine holds the adapters that it was given, whatever it lists."""
     if isinstance(event, EngineObserved | EngineReturned) and event.observation is not None:
@@ -333,13 +349,13 @@ ABLATIONS = {
     # The trainer pushed weights, and the sync was aborted: the engine goes on with what nobody committed.
     "weights read again": Ablation(Mechanisms(agent=believing_unread), "I1 no torn serving", first=215),
     # A push that did not arrive counts as a load.
-    "a label proves": Ablation(Mechanisms(label_proves=False), "I2 proof", first=93),
+    "a label proves": Ablation(Mechanisms(label_proves=False), "I2 proof", first=112),
     # An agent without its journal takes its engine's label for the weights that an aborted sync had under that version.
     "one version for the same weights": Ablation(Mechanisms(bus=forgetting_what_was_loaded), "I4 monotonic", first=2),
     # A trainer begins a sync, and forgets it: the engines stay paused.
     "a held commit expires": Ablation(Mechanisms(bus=holding_for_ever), "convergence", first=60),
     # A sender returned, and some weights have not arrived: the engines wait for as long as for a whole load.
-    "a sender that returned": Ablation(Mechanisms(bus=trusting_the_sender), "P3 answer", first=93),
+    "a sender that returned": Ablation(Mechanisms(bus=trusting_the_sender), "P3 answer", first=136),
     # Nodes of one replica disagree on its mode, and commands mean one thing to one and another to the other.
     "one shape": Ablation(Mechanisms(bus=of_any_shape), "P4 late joiner", first=3),
     # An agent is given a new key, and leaves the sync that it has prepared.
@@ -347,11 +363,15 @@ ABLATIONS = {
     # An engine can't be read, so it shows no operation: its session is closed as one that it can't have.
     "an engine that can't be read": Ablation(Mechanisms(agent=planning_unread), "I7 sessions stay open", first=64),
     # An agent that started again said hello twice, and stays in the quarantine that its restart was to end.
-    "hello twice": Ablation(Mechanisms(bus=taking_the_second_hello, adapters=False), "I5 quarantine", first=387),
+    "hello twice": Ablation(Mechanisms(bus=taking_the_second_hello, adapters=False), "I5 quarantine", first=3101),
     # An agent reaches one of two ports, joins nothing, and counts on a bus whose commands can't reach it.
     "a lease of members": Ablation(Mechanisms(lease_of_members=False), "P7 trainer first", first=24),
     # An agent that is cut off brings its engine back to what it remembers, and its successor to what is committed.
     "one commander": Ablation(Mechanisms(agent=undoing_others, adapters=False), "P6 fencing", first=166),
+    # An agent without its journal finds an engine paused that was given other weights, and lets it go on.
+    "a cache that is found": Ablation(Mechanisms(agent=trusting_what_it_finds), "I1 no torn serving", first=71),
+    # An engine that an agent without its journal has found paused, and that does not say so, stays paused.
+    "silence that is told": Ablation(Mechanisms(agent=taking_silence_for_yes), "P4 late joiner", first=395),
     # An engine evicts an adapter, and its replica goes on to be listed for it.
     "adapters read back": Ablation(Mechanisms(agent=never_reading_back), "P12 adapters", first=29),
     # A sync of a few megabytes stops the whole fleet.

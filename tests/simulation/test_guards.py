@@ -53,6 +53,36 @@ GUARDS = {
         "return not engine.maybe_pushed and",
         18,
     ),
+    "looks alone": Guard(
+        "workers/machine/reconcile.py",
+        "return (Observe(),) if alone and calls and calls[0] is not state.deferred_finish else calls",
+        "return calls",
+        859,
+    ),
+    "taken over": Guard(
+        "workers/machine/decide.py",
+        "if state.bus_lost and activity.trigger is None and taken_over(state.engine, call, engine, state.desired):",
+        "if False:",
+        2024,
+    ),
+    "joined again": Guard(
+        "controlplane/machine/replicas.py",
+        """if member is None or member.state != "live" or not is_primary(member) or _says_nothing(outcome.conclusion):
+            continue
+        acked = _carried_out(outcome.conclusion)
+        sync_acked""",
+        """if member is None or not is_primary(member) or _says_nothing(outcome.conclusion):
+            continue
+        acked = _carried_out(outcome.conclusion)
+        sync_acked""",
+        9314,
+    ),
+    "broadcast once": Guard(
+        "workers/machine/reconcile.py",
+        "source = wanted.source if load_commanded else durable_source(wanted.source)",
+        "source = wanted.source",
+        5,
+    ),
     "same snapshot": Guard(
         "workers/machine/decide.py",
         "event.epoch == state.snapshot_epoch and event.seq < state.seq",

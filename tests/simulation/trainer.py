@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from controlplane.bus.callers import Request, checked_request
 from controlplane.machine.events import Issued, Publish, RetireRequested, SendFailed, SendReturned, SyncRequested
 from schemas.commands import (
+    Broadcast,
     Checkpoint,
     Command,
     EngineCommand,
@@ -24,6 +25,7 @@ from schemas.commands import (
     Window,
 )
 from schemas.errors import CommandError
+from schemas.events import Returned
 from schemas.identity import REPLICAS_MAX, TIME_MAX_MS, Tag
 from schemas.wire import decode_command
 from tests.simulation.engine import Engine, digest_of, weights_of
@@ -67,6 +69,7 @@ class Trainer:
         self.sending = random.Random(f"sending {world.seed}")
         self.versions = random.Random(f"versions {world.seed}")
         self.counting = random.Random(f"counting {world.seed}")
+        self.casting = random.Random(f"casting {world.seed}")
         # Longer than a lease, so that a command is still carried out when it expires.
         self.timeouts_ms = (1000, 3000, 6000, 25_000) if "trainer dies" in world.weather.aim else (1000, 3000, 6000)
         self.pace_ms = 40_000 if world.weather.aim == "quiet" else world.rng.choice((200, 800, 2500))
@@ -184,6 +187,8 @@ class Trainer:
         )
         if again and rng.random() < (0.6 if self.world.weather.aim == "retries" else 0.1):
             order = self._retry(order)
+        elif self.world.weather.broadcasts and self.casting.random() < self.world.weather.broadcasts:
+            order = self._broadcast(order, f"v{version}/cast{self.tries}")
         self.asked = order
         self.hand_over(bus, order)
 
@@ -207,6 +212,9 @@ class Trainer:
         if sync is None or not isinstance(command, WeightSync) or command.phase != "load" or sync.seq != publish.seq:
             return
         source = sync.request.source
+        if isinstance(source, Broadcast):
+            fails = self.casting.random() < 0.2
+            self.world.at(self.casting.choice((1, 50, 700)), self._cast, bus, sync.request, source, fails)
         if not isinstance(source, Pushed):
             return
         fails = self.pushing.random() < 0.2
@@ -236,6 +244,39 @@ class Trainer:
             wrong = self.busy and seen and self.pushing.random() < 0.1
             done = engine.push(source, instance, f"not {source.label}" if wrong else weights_of(source))
             self.world.say(f"the trainer pushes {source.label!r}: {done}")
+
+    def _broadcast(self, order: SyncRequested, path: str) -> SyncRequested:
+        """Broadcast to the replicas that are to sync; now and then one of them is left out of the group."""
+        places = [slot.identity for slot in self.world.slots if not (slot.double or slot.identity.node_rank)]
+        syncing = [place.replica for place in places if place.syncs and order.target.includes(place)]
+        replicas = tuple(replica for replica in sorted(syncing) if self.casting.random() < 0.95)
+        path = path if self.casting.random() < 0.3 else ""
+        source = Broadcast(host="h", port=1, group=f"group {self.tries}", replicas=replicas, path=path)
+        content = digest_of(weights_of(source)) if self.casting.random() < 0.5 else None
+        manifest = Manifest(tensors=1, nbytes=1, layout="l", content=content)
+        return replace(order, source=source, manifest=manifest, sends=True)
+
+    def _cast(self, bus: Bus, asked: SyncRequested, source: Broadcast, fails: bool) -> None:
+        """Broadcast once all receivers wait for it; if it `fails`, some may have received all of it. A trainer that is
+        gone sends nothing, and an engine whose group is never whole gives up.
+        """
+        sync = bus.state.sync
+        lives = bus is self.world.bus and bus.alive and sync is not None and sync.request.ticket == asked.ticket
+        if not lives or sync is None or sync.phase != "load":
+            return
+        engines = [self.world.slot(f"{replica}.0").engine for replica in source.replicas]
+        waiting = [engine.awaiting(source) if engine is not None else None for engine in engines]
+        if None in waiting:
+            self.world.at(100, self._cast, bus, asked, source, fails)
+            return
+        for engine, attempt in zip(engines, waiting, strict=True):
+            if engine is None or attempt is None or (fails and self.casting.random() < 0.5):
+                continue
+            attempt.waits, attempt.result = False, Returned()
+            if engine.caller is not None:
+                self.world.at(self.casting.choice((1, 20, 200)), engine.caller.returned, attempt)
+        self.world.say(f"the trainer broadcasts {source.group}")
+        self.world.at(300, self._send_fails if fails else self._send_returns, bus, asked.ticket)
 
     def _send_returns(self, bus: Bus, ticket: int) -> None:
         if bus.alive:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from controlplane.machine.events import CoordinatorEvent, JoinReceived, ResendRequested, RetireRequested
-from schemas.commands import AdapterSync, Command, EpochStart, ProfileCommand, UnknownCommand, WeightSync
+from schemas.commands import AdapterSync, Broadcast, Command, EpochStart, ProfileCommand, UnknownCommand, WeightSync
 from schemas.desired import Desired, requested_session
-from schemas.events import CommandReceived, Event, LeaseExpired, SnapshotReceived, Started
+from schemas.events import Call, CommandReceived, Event, LeaseExpired, Load, Observe, SnapshotReceived, Started
 from schemas.identity import ROLLOUT, Identity, RolloutMode, agent_of, replica_and_node
 from schemas.outcomes import Acted, Missing, Reason, Skipped
 from schemas.reports import Report, SyncReport
@@ -143,26 +143,54 @@ def in_time(bus: Bus, new: Published) -> str:
     return f"{new.command} is good for as long as the trainer waits" if late else ""
 
 
-def alone(process: Process) -> str:
-    """An agent that is cut off and has a successor brings the engine back once, at the end of its lease."""
-    process.calls_alone += process.slot.cut_off and process.lease_over
-    if process.calls_alone <= CALLS_ALONE_MAX:
+def alone(process: Process, call: Call) -> str:
+    """An agent that is cut off and has a successor brings the engine back once, at the end of its lease; and only as
+    long as it sees, right before each call, that its successor has called nothing since it last looked, and loaded
+    nothing. More can't be promised: what the successor does while such a call is made is seen after it.
+    """
+    engine = process.slot.engine
+    if engine is None or isinstance(call, Observe) or not (process.slot.cut_off and process.lease_over):
         return ""
-    return f"{process.peer} is cut off, has a successor, and goes on to command its engine"
+    process.calls_alone += 1
+    if process.calls_alone > CALLS_ALONE_MAX:
+        return f"{process.peer} is cut off, has a successor, and goes on to command its engine"
+    if process.held_ms:  # its disk hung after it looked
+        return ""
+    if process.slot.double in engine.unseen_by:
+        return f"{process.peer} is cut off, and calls {call} without a look at what its successor did"
+    # A push that this agent had to expect shows nothing of its successor.
+    if engine.loaded_by not in (None, process.slot.double) and not process.world.weather.pushes:
+        return f"{process.peer} is cut off, and calls {call} after its successor has loaded {engine.weights}"
+    return ""
 
 
 def leased(process: Process) -> str:
-    """An agent that no command can reach goes by its lease, whatever else it hears."""
+    """An agent that no command can reach goes by its lease, whatever else it hears. A snapshot is the newest command,
+    also of a bus that is gone by now.
+    """
     now, member = process.world.now, None
     if process.bus is not None:
         member = process.bus.state.members.get(process.slot.name)
     commanded = member is not None and member.state == "live" and member.peer == process.peer
-    if commanded or process.lease_over:  # a snapshot of a bus that is gone by now begins another lease
+    if commanded or process.lease_over:
         process.commanded_ms = now
     late = now - process.commanded_ms > process.world.settings.lease_ms + LEASE_LATE_MS
     return (
         f"{process.peer} is out of reach of commands, and its lease goes on" if late and not process.lease_over else ""
     )
+
+
+def receives(process: Process, call: Call) -> str:
+    """A broadcast is received once for each command to load it, and by no agent of its own accord."""
+    if not isinstance(call, Load) or not isinstance(call.source, Broadcast):
+        return ""
+    activity, received = process.state.activity, process.slot.ledger.received
+    trigger = activity.trigger if activity is not None else None
+    commanded = trigger is not None and isinstance(trigger.command, WeightSync) and trigger.command.phase == "load"
+    if trigger is None or not commanded or (trigger.origin, trigger.seq) in received:
+        return f"{process.peer} receives {call.source.group} again, and nobody sends it"
+    received.add((trigger.origin, trigger.seq))
+    return ""
 
 
 def version(promises: Promises, bus: Bus, new: Published) -> str:

@@ -42,6 +42,7 @@ class Weather:
     Attributes:
         aim: What misfortune is aimed at.
         pushes: Share of syncs whose weights the trainer pushes.
+        broadcasts: Share of syncs whose weights the trainer broadcasts.
         syncs: Share of syncs among what the trainer asks for.
         hasty: Chance that an agent says hello a second time, before the first was answered.
         one_port: The publish port is the same in each life of the bus, so a subscription outlives it.
@@ -52,7 +53,8 @@ class Weather:
         blind: Chance that an observation fails, by an exception, a time-out or a stray cancellation.
         deaf: Chance that the publish port is out of an agent's reach for longer than its lease, and the control port
             is not.
-        forgets: A journal may be lost with a session, and after a load that was cut off.
+        forgets: A journal may be lost with a session, after a load that was cut off, and beside an engine that is
+            paused with a cache of other weights, or that does not say whether it is paused.
         successors: Chance that an agent is cut off for good and lives on, while another takes over its engine.
     """
 
@@ -72,6 +74,7 @@ class Weather:
     retires: float = 0.0
     releases: float = 0.0
     pushes: float = 0.0
+    broadcasts: float = 0.0
     syncs: float = 0.2
     hasty: float = 0.0
     one_port: bool = False
@@ -121,13 +124,16 @@ class Weather:
         weather.deaf = rng.choice((0.0, 0.0, 0.0, 0.04))
         weather.forgets = rng.random() < 0.5
         weather.successors = rng.choice((0.0, 0.0, 0.0, 0.0, 0.06))
+        weather.broadcasts = rng.choice((0.0, 0.0, 0.0, 0.0, 0.7))
+        if weather.broadcasts and rng.random() < 0.7:
+            weather.syncs = 0.6
+            weather.hush()
         return weather
 
     def aimed(self) -> Weather:
         """Leave out most of the noise, so that a run gets as far as its aim, and often."""
-        for noise in ("drops", "agent_dies", "trainer_dies", "partitions", "half_open", "engine_dies", "absences"):
-            if self.aim != "none":
-                setattr(self, noise, 0.0)
+        if self.aim != "none":
+            self.hush()
         if self.aim.endswith(PHASES) or self.aim in ("failing loads", "failing pauses", "retries"):
             self.syncs = 0.6
         if self.aim == "lost tails":
@@ -135,6 +141,11 @@ class Weather:
         if self.aim == "quiet":
             self.exiles = 0.1
         return self
+
+    def hush(self) -> None:
+        """Leave out most of the noise."""
+        for noise in ("drops", "agent_dies", "trainer_dies", "partitions", "half_open", "engine_dies", "absences"):
+            setattr(self, noise, 0.0)
 
     def hits(self, whom: str, what: str) -> bool:
         """Whether this is the moment that misfortune is aimed at."""

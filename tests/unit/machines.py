@@ -17,6 +17,7 @@ from schemas.events import (
     LoadAdapter,
     MachineSettings,
     Observation,
+    Observe,
     Pause,
     Perform,
     Restore,
@@ -147,6 +148,13 @@ def fault(state: AgentState, text: str = "no", seen: Observation | None = None) 
         at_ms=1, call_id=state.activity.call_id, result=Fault("engine_error", text), observation=seen
     )
     return fold(state, failed)
+
+
+def looked(state: AgentState, effects: list[Effect], seen: Observation) -> tuple[AgentState, list[Effect]]:
+    """Let an agent look at its engine, as it does before it acts without its bus. Returns what it does then."""
+    assert state.activity is not None and effects[-1] == Perform(call_id=state.activity.call_id, call=Observe())
+    done = EngineReturned(at_ms=1, call_id=state.activity.call_id, result=Returned(), observation=seen)
+    return fold(state, done)
 
 
 def answers(effects: list[Effect]) -> list[Answer]:

@@ -32,7 +32,7 @@ from schemas.config import BusConfig
 from schemas.errors import BusClosed, BusFaulted, CommandError, LogError
 from schemas.events import Resume
 from schemas.reports import Report
-from schemas.storage import database, record_file
+from schemas.storage import database
 from schemas.storage.record_file import RecordFile
 from schemas.transport.keys import KeySource
 from schemas.transport.sockets import Context, agent_dealer
@@ -112,7 +112,7 @@ def test_the_watch_of_a_bus_outlives_its_own_errors(
         looks.append(None)
         raise OSError(errno.EMFILE, "too many open files")
 
-    monkeypatch.setattr(bus_loop.BusLoop, "look_at_turn", raises)
+    monkeypatch.setattr(bus_loop.BusLoop, "watch", raises)
     with ControlPlane(ADDRESS, log=tmp_path / "run.db", config=QUICK) as plane:
         wait_until(lambda: len(looks) > 2)
         assert plane.flush().wait(20).seq == 2
@@ -216,7 +216,7 @@ def test_a_bus_that_has_stopped_is_not_said_to_go_on(caplog: pytest.LogCaptureFi
 def test_a_bus_that_closes_waits_for_a_locked_log_and_records_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_file, "BUSY_S", 1)
+    monkeypatch.setattr(database, "BUSY_S", 1)
     log = tmp_path / "run.db"
     plane = ControlPlane(ADDRESS, log=log, config=QUICK)
     plane.open()

@@ -5,8 +5,8 @@ from typing import Literal
 import pytest
 from msgspec.structs import replace
 
-from schemas.commands import Checkpoint, EngineCommand, Pushed, WeightSync
-from schemas.desired import Committed, Desired, Syncing
+from schemas.commands import Checkpoint, EngineCommand, ProfilePlan, Pushed, WeightSync
+from schemas.desired import Committed, Desired, ProfileSession, Syncing
 from schemas.events import (
     Effect,
     EngineObserved,
@@ -18,11 +18,12 @@ from schemas.events import (
     MachineSettings,
     Observation,
     Perform,
+    Returned,
     SnapshotReceived,
     Started,
 )
 from schemas.identity import OnLostBus
-from tests.unit.machines import PRESENT, PRIMARY, carry_out, command, fold
+from tests.unit.machines import PRESENT, PRIMARY, carry_out, command, fold, looked
 from workers.machine.readiness import in_sync, trouble
 from workers.machine.state import AgentState, call_name
 
@@ -71,8 +72,8 @@ def test_an_agent_that_is_cut_off_leaves_an_engine_that_others_changed_as_it_is(
     state = agent(lost=lost)
     if lost == "pause" and events[0] is LEASE:  # its own rule, once
         state, effects = fold(state, LEASE)
-        state, made, _ = carry_out(state, effects, PAUSED)
-        assert [call_name(call) for call in made] == ["pause"]
+        state, made, _ = carry_out(state, effects, SERVING)
+        assert [call_name(call) for call in made] == ["observe", "pause"]
     state, effects = fold(state, *events, observed(OTHERS), LEASE, HEARD)
     assert calls(effects) == [], "a head alone does not say what is desired"
     assert trouble(state) == "something else commands its engine, and its bus is out of reach; waits for the bus"
@@ -81,9 +82,10 @@ def test_an_agent_that_is_cut_off_leaves_an_engine_that_others_changed_as_it_is(
 
 
 def test_an_engine_that_was_relaunched_while_its_agent_is_cut_off_is_brought_back() -> None:
+    launched = replace(SERVING, instance="two", version=0, label="default")
     state, _ = fold(agent(), LEASE)
-    state, effects = fold(state, observed(replace(SERVING, instance="two", version=0, label="default")))
-    assert calls(effects) == ["check_source"]
+    state, effects = fold(state, observed(launched))
+    assert calls(looked(state, effects, launched)[1]) == ["check_source"]
 
 
 def test_the_label_that_a_sync_waits_for_is_the_trainers_and_its_death_leaves_nothing_paused() -> None:
@@ -101,8 +103,9 @@ def test_a_load_of_ones_own_that_was_not_answered_is_nobody_elses() -> None:
     assert calls(effects) == ["load"] and state.activity is not None
     lost = Fault("unanswered", "it broke off")
     state, _ = fold(state, EngineReturned(at_ms=2, call_id=state.activity.call_id, result=lost, observation=PAUSED))
-    state, effects = fold(state, observed(replace(PAUSED, version=2, label="2")), LEASE)
-    assert calls(effects) == ["check_source"]
+    loaded = replace(PAUSED, version=2, label="2")
+    state, effects = fold(state, observed(loaded), LEASE)
+    assert calls(looked(state, effects, loaded)[1]) == ["check_source"]
 
 
 @pytest.mark.parametrize(("seen", "expected"), [(OTHERS, []), (SERVING, ["pause"])])
@@ -112,7 +115,30 @@ def test_an_agent_that_was_restarted_without_a_bus_compares_with_what_it_last_sa
     settings = MachineSettings(on_lost_bus="pause")
     state, _ = fold(agent(lost="pause"), Started(at_ms=2, identity=PRIMARY, incarnation="b", settings=settings))
     state, effects = fold(state, observed(seen), LEASE)
-    assert calls(effects) == expected
+    assert calls(effects) == (["observe"] if expected else [])
+    assert not expected or calls(looked(state, effects, seen)[1]) == expected
+
+
+@pytest.mark.parametrize("lost", ["serve", "pause"])
+@pytest.mark.parametrize("seen", [OTHERS, PAUSED])
+def test_an_agent_that_is_cut_off_looks_at_its_engine_right_before_it_acts(seen: Observation, lost: OnLostBus) -> None:
+    """Its successor has just committed, after it last looked."""
+    state = agent(Desired(committed=V1, profile=ProfileSession(1, ProfilePlan())), lost)
+    state, effects = fold(state, LEASE)
+    assert calls(effects) == ["observe"]
+    state, effects = looked(state, effects, seen)
+    assert calls(effects) == [] and state.changed_by_others and not in_sync(state)
+
+
+def test_an_agent_that_is_cut_off_stops_once_another_loads_while_it_acts() -> None:
+    state, effects = fold(agent(), command(EngineCommand(operation="pause")))
+    state, _, seen = carry_out(state, effects, SERVING)
+    state, effects = fold(state, LEASE)
+    state, effects = looked(state, effects, seen)
+    assert calls(effects) == ["resume"] and state.activity is not None
+    after = EngineReturned(at_ms=2, call_id=state.activity.call_id, result=Returned(), observation=OTHERS)
+    state, effects = fold(state, after)
+    assert calls(effects) == [] and state.changed_by_others
 
 
 def test_two_agents_of_one_engine_that_hear_their_buses_do_not_take_turns_for_ever() -> None:

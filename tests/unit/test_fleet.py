@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from controlplane.machine.events import PeerLost, Retired
+from controlplane.machine.events import HelloReceived, PeerLost, Retired
 from controlplane.machine.publishing import PAGE
 from controlplane.machine.replicas import syncing_replicas
 from schemas.agent_status import AgentStatus
@@ -40,6 +40,17 @@ def test_a_hello_is_answered_with_a_welcome() -> None:
     bus.hello("0.1", recorded=17)
     welcome = Welcome(run="run", publish_port=7000, heartbeat_ms=1000, lease_ms=60_000, recorded_decisions=17)
     assert bus.sent == [("0.1/a", welcome)] and lives(bus) == {"0.1": "joining"}
+
+
+def test_a_hello_that_was_overtaken_by_a_later_one_of_its_agent_changes_nothing() -> None:
+    """It waited in the queue of a connection that the agent has replaced since."""
+    bus = Coordinator("0.0")
+    hello = bus.state.members["0.0"].hello
+    bus.feed(HelloReceived(at_us=0, peer="second", hello=replace(hello, attempt=2), recorded_decisions=0))
+    newest = bus.state
+    assert newest.members["0.0"].peer == "second"
+    bus.feed(HelloReceived(at_us=0, peer="first", hello=replace(hello, attempt=1), recorded_decisions=0))
+    assert bus.state == newest and bus.sent == []
 
 
 def test_an_agent_is_in_no_report_before_it_joins_for_the_first_time() -> None:

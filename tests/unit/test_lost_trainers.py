@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from schemas import events
 from schemas.commands import EngineCommand, EpochStart
 from schemas.desired import Desired, desired_after
-from tests.unit.machines import PRESENT, PRIMARY, START, agent, carry_out, command, fault, fold, sync
+from tests.unit.machines import PRESENT, PRIMARY, START, agent, carry_out, command, fault, fold, looked, sync
 from tests.unit.test_machine_lives import PAUSED, RESTARTED, V1, names, observed, snapshot
 from workers.machine.readiness import in_sync
 from workers.machine.state import AgentState, call_name
@@ -36,7 +36,8 @@ def test_an_agent_that_restarts_without_a_bus_returns_to_the_committed_weights_w
 def test_an_agent_that_restarts_without_a_bus_ends_the_session_when_its_lease_expires() -> None:
     state, effects = fold(agent(), command(START))
     state, _, seen = carry_out(state, effects)
-    assert names(fold(state, RESTARTED, observed(seen), LEASE_OVER)[1]) == ["stop_profile"]
+    state, effects = fold(state, RESTARTED, observed(seen), LEASE_OVER)
+    assert names(looked(state, effects, seen)[1]) == ["stop_profile"]
 
 
 def test_without_a_bus_nothing_is_asked_of_an_engine_that_was_launched_since() -> None:
@@ -63,7 +64,7 @@ def test_an_engine_that_waits_for_a_bus_is_paused_after_a_lease_although_its_age
 ) -> None:
     state, effects = fold(begun, WAITS_FOR_BUS, observed(seen), LEASE_OVER)
     state, calls, seen = carry_out(state, effects, seen)
-    assert not seen.generating and [call_name(call) for call in calls] == ["pause"]
+    assert not seen.generating and [call_name(call) for call in calls] == ["observe", "pause"]
 
 
 def test_an_engine_that_waits_for_a_bus_is_paused_although_it_is_not_known_which_of_its_memory_is_released() -> None:
@@ -75,7 +76,7 @@ def test_an_engine_that_waits_for_a_bus_is_paused_although_it_is_not_known_which
     assert state.engine.lost and state.engine.generating
     state, effects = fold(state, LEASE_OVER)
     state, calls, _ = carry_out(state, effects, replace(unseen, instance="two"))
-    assert [call_name(call) for call in calls] == ["pause"]
+    assert [call_name(call) for call in calls] == ["observe", "pause"]
 
 
 def returned(call_id: int, seen: events.Observation) -> events.EngineReturned:
@@ -110,7 +111,8 @@ def test_weights_of_the_first_sync_are_served_once_its_trainer_is_lost(loss: str
     state, effects = fold(state, *following[loss])
     state, calls, seen = carry_out(state, effects, seen)
     assert seen.generating and seen.version == 1
-    assert [call_name(call) for call in calls] == ["flush", "resume"]
+    looks = ["observe"] if following[loss][-1] is LEASE_OVER else []
+    assert [call_name(call) for call in calls] == [*looks, "flush", "resume"]
 
 
 def test_an_engine_torn_in_the_first_sync_loads_its_weights_again_once_the_trainer_is_lost() -> None:

@@ -28,6 +28,7 @@ from tests.unit.machines import (
     command,
     fault,
     fold,
+    looked,
     manifest,
     sync,
 )
@@ -254,9 +255,9 @@ def test_sleeping_memory_is_not_woken_without_a_trainer() -> None:
 
 def test_an_open_session_ends_with_the_lease() -> None:
     state, effects = fold(agent(), command(START))
-    state, _, _ = carry_out(state, effects)
-    _, effects = fold(state, events.LeaseExpired(at_ms=0))
-    assert names(effects) == ["stop_profile"]
+    state, _, seen = carry_out(state, effects)
+    state, effects = fold(state, events.LeaseExpired(at_ms=0))
+    assert names(looked(state, effects, seen)[1]) == ["stop_profile"]
 
 
 def test_after_the_lease_no_command_is_obeyed_before_a_snapshot() -> None:

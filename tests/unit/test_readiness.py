@@ -78,13 +78,13 @@ def cut_off(
 ) -> tuple[AgentState, list[str]]:
     """Return an agent whose lease has expired, and the calls that it then made."""
     state, _ = fold(AgentState(), *started(on_lost_bus), observed())
+    seen = PRESENT
     if joined:
         state, effects = fold(state, snapshot(desired, 1))
-        state, _, _ = carry_out(state, effects)
+        state, _, seen = carry_out(state, effects)
     state, effects = fold(state, events.LeaseExpired(at_ms=9))
-    calls = names(effects)
-    state, _, _ = carry_out(state, effects)
-    return state, calls
+    state, calls, _ = carry_out(state, effects, seen)
+    return state, [call_name(call) for call in calls]
 
 
 def test_a_replica_that_lost_its_bus_serves_on_and_leaves_its_router() -> None:
@@ -97,7 +97,7 @@ def test_a_replica_that_lost_its_bus_serves_on_and_leaves_its_router() -> None:
 
 def test_a_replica_that_is_to_pause_without_a_bus_resumes_by_a_bus_alone() -> None:
     state, calls = cut_off("pause")
-    assert calls == ["pause"] and not state.engine.generating
+    assert calls == ["observe", "pause"] and not state.engine.generating
     for event in (events.HeadSeen(at_ms=10, epoch=1, seq=1), command(FLUSH, 2), events.LeaseExpired(at_ms=20)):
         state, effects = fold(state, event)
         assert names(effects) == []
@@ -107,7 +107,8 @@ def test_a_replica_that_is_to_pause_without_a_bus_resumes_by_a_bus_alone() -> No
 
 def test_without_a_bus_the_pause_comes_after_the_end_of_what_the_trainer_left_open() -> None:
     state, calls = cut_off("pause", Desired(profile=ProfileSession(3, ProfilePlan())))
-    assert calls == ["stop_profile"] and not state.engine.generating and state.engine.session is None
+    assert calls == ["observe", "stop_profile", "pause"]
+    assert not state.engine.generating and state.engine.session is None
 
 
 @pytest.mark.parametrize(("on_lost_bus", "rest"), [("serve", ["flush", "resume"]), ("pause", ["flush"])])
@@ -136,7 +137,7 @@ def test_a_replica_that_reads_its_weights_again_without_a_bus_does_not_resume_ei
     assert (len(calls), seen.generating, state.activity) == (1, False, None)
 
 
-@pytest.mark.parametrize(("on_lost_bus", "calls"), [("serve", []), ("pause", ["pause"])])
+@pytest.mark.parametrize(("on_lost_bus", "calls"), [("serve", []), ("pause", ["observe", "pause"])])
 def test_an_agent_restarted_without_a_bus_keeps_to_the_same_choice(on_lost_bus: OnLostBus, calls: list[str]) -> None:
     assert cut_off(on_lost_bus, joined=False)[1] == calls
 

@@ -330,6 +330,15 @@ def test_a_broadcast_is_received_only_in_answer_to_its_own_load() -> None:
     assert reconcile(receiving(broadcast()), ready, PRIMARY) == ()  # a restart in the middle: nobody would send to it
 
 
+def test_a_broadcast_that_is_sent_once_more_is_received_by_those_that_have_it_too() -> None:
+    """Its group is not whole without them, and the others would wait in vain."""
+    loaded = replace(carried_out(PAUSED, (Load(2, broadcast(), None),)), checked=Committed(2, broadcast(), None))
+    assert reconcile(receiving(broadcast()), loaded, PRIMARY, load_commanded=True) == (Load(2, broadcast(), None),)
+    file = Desired(sync=Syncing(2, Checkpoint("v2"), None, "abort", "load"))
+    loaded = carried_out(PAUSED, (Load(2, Checkpoint("v2"), None),))
+    assert reconcile(file, loaded, PRIMARY, load_commanded=True) == ()
+
+
 def test_a_received_broadcast_counts_as_the_committed_weights() -> None:
     loaded = carried_out(PAUSED, (Load(2, broadcast(), None),))
     assert [

@@ -103,6 +103,26 @@ def test_a_replica_that_does_not_serve_is_not_ready(said: AgentStatus, lacks: st
     assert not_ready_reasons(bus.state, 4) == {"0.0": lacks} and not all_serve(bus.state, 1, since_us=4)
 
 
+def test_an_answer_of_an_agent_that_has_not_joined_again_proves_nothing_of_the_syncs_that_it_missed() -> None:
+    """It dials anew while its engine goes back to version 1, and the next sync does not wait for it."""
+    bus = Coordinator("0.0", "1.0")
+    bus.sync(1)
+    for _ in range(3):
+        bus.answer(a0_0=DONE, a1_0=DONE)
+    bus.sync(2)
+    bus.answer(a0_0=NO, a1_0=NO)
+    aborted = bus.state.seq
+    bus.hello("0.0")
+    bus.answer(aborted, a0_0=DONE, a1_0=DONE)
+    bus.sync(3)
+    for _ in range(3):
+        bus.answer(a1_0=DONE)
+    bus.join("0.0")
+    assert bus.state.desired[0].version == 3
+    proven = proven_replicas(bus.state)
+    assert proven.serving == {1: 3} and proven.unproven == {0}
+
+
 def test_the_oldest_version_is_that_of_whom_a_later_sync_did_not_name() -> None:
     bus = Coordinator("0.0", "1.0")
     assert oldest_version(bus.state) == 0

@@ -7,7 +7,7 @@ from schemas import events
 from schemas.commands import Checkpoint, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
 from schemas.desired import ALL_TAGS, Desired, ProfileSession, Syncing
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
-from tests.unit.machines import PRESENT, START, agent, answers, carry_out, command, fault, fold, sync
+from tests.unit.machines import PRESENT, START, agent, answers, carry_out, command, fault, fold, looked, sync
 from tests.unit.test_machine_lives import (
     FLUSH,
     PAUSE,
@@ -234,7 +234,9 @@ def test_a_failed_resume_is_made_good_when_the_desired_state_is_given_anew(event
     state, _ = fold(agent(desired=Desired(generation="paused"), seen=PAUSED), command(RESUME, 1))
     state, effects = fault(state, "No.", PAUSED)
     assert names(effects) == [] and state.suppressed.generation == "paused"
-    _, effects = fold(state, event)
+    state, effects = fold(state, event)
+    if isinstance(event, events.LeaseExpired):
+        state, effects = looked(state, effects, PAUSED)
     assert names(effects) == ["resume"]
 
 

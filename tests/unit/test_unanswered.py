@@ -120,6 +120,15 @@ def run(state: AgentState, model: Model, effects: list[events.Effect]) -> tuple[
     raise AssertionError(f"it never ends: {model.made[-10:]}")
 
 
+def joined(model: Model, desired: Desired | None = None) -> AgentState:
+    """Return an agent that has joined, and has told its engine what it does not report."""
+    state = agent(seen=model.observe(), desired=desired)
+    effects: list[events.Effect] = []
+    if state.activity is not None:
+        effects.append(events.Perform(call_id=state.activity.call_id, call=state.activity.calls[0]))
+    return run(state, model, effects)[0]
+
+
 def do(state: AgentState, model: Model, body: Command) -> tuple[AgentState, Outcome]:
     """Carry out one command."""
     state, effects = fold(state, command(body, state.seq + 1))
@@ -163,7 +172,7 @@ def test_a_lost_answer_kills_no_engine_and_ends_in_sync_or_out_of_service(
 
 def lose_an_answer(call: str, kind: str, took_effect: bool, restarts: bool, afterwards: tuple[Command, ...]) -> None:
     """Lose the answer of a call, carry out more commands, and judge what the engine and the agent are then."""
-    model, state = Model(kind), agent(seen=Model(kind).observe())
+    model, state = Model(kind), joined(Model(kind))
     *before, last = CALLS[call]
     for body in before:
         state, _ = do(state, model, body)
@@ -195,7 +204,7 @@ def lose_an_answer(call: str, kind: str, took_effect: bool, restarts: bool, afte
 def test_an_engine_that_may_sleep_and_dies_of_a_second_call_is_out_of_service_until_its_relaunch(
     call: str, kind: str, took_effect: bool, restarts: bool
 ) -> None:
-    model, state = Model(kind), agent(seen=Model(kind).observe())
+    model, state = Model(kind), joined(Model(kind))
     *before, last = CALLS[call]
     for body in before:
         state, _ = do(state, model, body)
@@ -213,7 +222,7 @@ def test_an_engine_that_may_sleep_and_dies_of_a_second_call_is_out_of_service_un
 @pytest.mark.parametrize("took_effect", [True, False])
 @pytest.mark.parametrize("kind", LIVES)
 def test_a_profile_start_without_an_answer_is_stopped_by_the_stop_of_its_step(kind: str, took_effect: bool) -> None:
-    model, state = Model(kind), agent(seen=Model(kind).observe())
+    model, state = Model(kind), joined(Model(kind))
     state, outcome = unanswered(state, model, START, took_effect, restarts=False)
     assert isinstance(outcome, Failed) and outcome.error is ErrorKind.UNKNOWN
     state, outcome = do(state, model, STOP)
@@ -224,7 +233,7 @@ def test_a_profile_start_without_an_answer_is_stopped_by_the_stop_of_its_step(ki
 @pytest.mark.parametrize("took_effect", [True, False])
 @pytest.mark.parametrize("kind", LIVES)
 def test_a_profile_stop_without_an_answer_is_made_again(kind: str, took_effect: bool) -> None:
-    model, state = Model(kind), agent(seen=Model(kind).observe())
+    model, state = Model(kind), joined(Model(kind))
     state, _ = do(state, model, START)
     state, _ = unanswered(state, model, STOP, took_effect, restarts=False)
     assert not model.is_now.profiling and in_sync(state)
@@ -232,7 +241,7 @@ def test_a_profile_stop_without_an_answer_is_made_again(kind: str, took_effect: 
 
 @pytest.mark.parametrize("kind", LIVES)
 def test_a_broadcast_without_an_answer_is_never_received_again(kind: str) -> None:
-    model, state = Model(kind), agent(seen=Model(kind).observe())
+    model, state = Model(kind), joined(Model(kind))
     source = Broadcast(host="h", port=1, group="g", replicas=(0,), backend="gloo")
     body = WeightSync(phase="prepare", version=1, source=source, manifest=manifest(1))
     state, _ = do(state, model, body)
@@ -252,7 +261,7 @@ REFUSALS = ("refused", "unsupported", "source_refused")
 @pytest.mark.parametrize("kind", REFUSALS)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_refusal_leaves_what_is_believed_as_it_was(call: str, kind: str) -> None:
-    model, state = Model("sglang"), agent(seen=Model("sglang").observe())
+    model, state = Model("sglang"), joined(Model("sglang"))
     *before, last = CALLS[call]
     for body in before:
         state, _ = do(state, model, body)
@@ -265,7 +274,7 @@ def test_a_refusal_leaves_what_is_believed_as_it_was(call: str, kind: str) -> No
 
 
 def test_a_refused_discard_leaves_the_weights_whole() -> None:
-    model, state = Model("vllm"), agent(seen=Model("vllm").observe())
+    model, state = Model("vllm"), joined(Model("vllm"))
     state, _ = do(state, model, PAUSE)
     state, _ = fold(state, command(DISCARD, 2))
     state, effects = fold(state, returned(state, events.Fault("refused", "It can't."), model.observe()))
@@ -300,7 +309,7 @@ def test_a_command_goes_on_after_a_call_whose_answer_was_lost_and_whose_effect_i
 
 
 def test_a_failed_stop_does_not_end_a_session_that_the_engine_reports() -> None:
-    model, state = Model("tiny"), agent(seen=Model("tiny").observe())
+    model, state = Model("tiny"), joined(Model("tiny"))
     state, _ = do(state, model, START)
     state, _ = fold(state, command(STOP, 2))
     failed = events.Fault("engine_error", "No.")
@@ -310,7 +319,7 @@ def test_a_failed_stop_does_not_end_a_session_that_the_engine_reports() -> None:
 
 
 def test_a_stop_that_was_answered_and_not_made_leaves_the_session_to_be_stopped() -> None:
-    model, state = Model("tiny"), agent(seen=Model("tiny").observe())
+    model, state = Model("tiny"), joined(Model("tiny"))
     state, _ = do(state, model, START)
     state, _ = fold(state, command(STOP, 2))
     state, effects = fold(state, returned(state, events.Returned(), model.observe()))
@@ -323,7 +332,7 @@ def test_torn_weights_are_loaded_again_after_a_load_without_an_answer(kind: str)
     v1 = Committed(1, Checkpoint("v1"), manifest(1))
     model = Model(kind)
     model.is_now = replace(model.is_now, version=1)
-    state = agent(seen=model.observe(), desired=Desired(committed=v1))
+    state = joined(model, Desired(committed=v1))
     state, _ = do(state, model, sync("prepare", 2))
     state, _ = unanswered(state, model, sync("load", 2), False, restarts=False)
     state, _ = do(state, model, sync("abort", 2))
@@ -337,7 +346,7 @@ def test_torn_weights_are_loaded_again_after_a_load_without_an_answer(kind: str)
 def test_a_step_that_is_profiled_again_after_a_stop_without_an_answer_is_stopped_first(
     kind: str, took_effect: bool
 ) -> None:
-    model, state = Model(kind), agent(seen=Model(kind).observe())
+    model, state = Model(kind), joined(Model(kind))
     state, _ = do(state, model, START)
     state, _ = fold(state, command(STOP, 2))
     if took_effect:
@@ -359,7 +368,7 @@ def test_a_step_that_is_profiled_again_after_a_stop_without_an_answer_is_stopped
 def test_a_start_that_follows_a_stop_without_an_answer_and_without_an_observation_stops_first(
     kind: str, meanwhile: str
 ) -> None:
-    model, state = Model(kind), agent(seen=Model(kind).observe())
+    model, state = Model(kind), joined(Model(kind))
     state, _ = do(state, model, START)
     state, _ = fold(state, command(STOP, 2))
     snapshot = events.SnapshotReceived(at_ms=1, epoch=1, seq=2, desired=state.desired)
@@ -385,7 +394,7 @@ def test_a_start_that_follows_a_stop_without_an_answer_and_without_an_observatio
 def test_a_step_that_is_profiled_again_after_a_start_without_an_answer_is_settled_first(
     kind: str, took_effect: bool, restarts: bool
 ) -> None:
-    model, state = Model(kind), agent(seen=Model(kind).observe())
+    model, state = Model(kind), joined(Model(kind))
     state, outcome = unanswered(state, model, START, took_effect, restarts)
     assert isinstance(outcome, Failed) and outcome.error is ErrorKind.UNKNOWN
     state, outcome = do(state, model, START)
@@ -400,7 +409,7 @@ def test_a_step_that_is_profiled_again_after_a_start_without_an_answer_is_settle
 
 
 def test_a_start_and_the_stop_that_settles_it_without_an_answer_are_unknown_and_still_stopped() -> None:
-    model, state = Model("sglang"), agent(seen=Model("sglang").observe())
+    model, state = Model("sglang"), joined(Model("sglang"))
     state, _ = unanswered(state, model, START, took_effect=True, restarts=False)
     state, _ = fold(state, command(START, 2))
     state, effects = fold(state, returned(state, LOST, model.observe()))

@@ -44,6 +44,7 @@ from workers.machine.observe import (
     changed_by_others,
     only_observed,
     relaunched,
+    taken_over,
 )
 from workers.machine.progress import apply_time, wedged_at, with_progress
 from workers.machine.readiness import out_of_service
@@ -63,7 +64,7 @@ from workers.machine.weights import adopt_pushed, expect_push
 
 __all__ = ["LOGIC", "Activity", "AgentState", "decide", "next_deadline"]
 
-LOGIC = 7
+LOGIC = 8
 """Version of the decisions below. It is recorded with every log; a change of behaviour is a new number."""
 
 RETRY_FIRST_MS: Final = 1000
@@ -343,6 +344,8 @@ def _on_returned(state: AgentState, event: events.EngineReturned, effects: Effec
         message = f"{engine.name} was relaunched during {call_name(call)}."
         failure = Failed(ErrorKind.ENGINE_ERROR, with_engine_state(message, engine))
     suppressed = on_another_launch(state.suppressed) if restarted else state.suppressed
+    if state.bus_lost and activity.trigger is None and taken_over(state.engine, call, engine, state.desired):
+        state, activity = replace(state, changed_by_others=True), replace(activity, calls=activity.calls[:1])
     state = replace(state, engine=engine, suppressed=suppressed)
     if failure is None and type(call) is events.Observe:
         state, activity, failure = _plan_again(state, activity)
@@ -372,13 +375,15 @@ def _plan_again(state: AgentState, activity: Activity) -> tuple[AgentState, Acti
     """Plan the rest of an activity, now that the engine was observed."""
     desired = still_desired(state.desired, state.suppressed)
     state = replace(state, engine=adopt_pushed(state.engine, desired, state.identity))
-    trigger = activity.trigger.command if activity.trigger is not None else None
-    failure = stranded(trigger, desired, state.engine, state.identity)
+    if activity.trigger is None:
+        rest = own_calls(replace(state, deferred_finish=None), just_observed=True)  # it comes after these
+        if memory_missing(rest, state.engine, state.identity) is not None:
+            rest = ()  # its time comes when the trainer takes the memory back
+        return state, replace(activity, calls=(*activity.calls[:1], *rest)), None
+    failure = stranded(activity.trigger.command, desired, state.engine, state.identity)
     planned = reconcile(desired, state.engine, state.identity, just_observed=True)
     rest = (*planned, *(call for call in activity.calls[1:] if call not in planned))
     lacking = memory_missing(rest, state.engine, state.identity)
-    if activity.trigger is None and lacking is not None:
-        rest, lacking = (), None  # its time comes when the trainer takes the memory back
     return state, replace(activity, calls=(*activity.calls[:1], *rest)), failure or lacking
 
 

@@ -38,7 +38,7 @@ from schemas.events import (
 from schemas.identity import Operation
 from schemas.outcomes import ErrorKind, Failed
 from workers.machine.lora import after_adapter_call, in_doubt, is_held, name_of, not_shown, with_listed
-from workers.machine.state import EngineState, call_name, with_engine_state
+from workers.machine.state import PAUSE_AND_RESUME, EngineState, call_name, with_engine_state
 from workers.machine.weights import as_committed, differs, label_of
 
 _LOADS: Final = (Load, Restore, AwaitPush)
@@ -52,11 +52,13 @@ def apply_observation(engine: EngineState, observation: Observation) -> EngineSt
     that it may have been given what was called since the last one.
     """
     if _other_instance(engine, observation):
-        launch = apply_observation(EngineState(memory=engine.memory), observation)
+        launch = apply_observation(EngineState(instance=observation.instance, memory=engine.memory), observation)
         for call in engine.unshown:
             if observation.version is None or not isinstance(call, Load | Restore):
                 launch = _by_either_launch(launch, call, observation)
         return launch
+    if engine.instance is None and observation.instance is not None:
+        engine = _as_found(engine, observation)
     if engine.memory != "agent":
         engine, observation = _without_memory(engine, observation)
     asleep = observation.asleep
@@ -80,6 +82,22 @@ def apply_observation(engine: EngineState, observation: Observation) -> EngineSt
         trouble=observation.trouble,
         unshown=engine.unshown if observation.instance is None else (),
     )
+
+
+def _as_found(engine: EngineState, observation: Observation) -> EngineState:
+    """Return what is believed of a launch that is met for the first time, or again without a journal.
+
+    One that is paused, and was given weights, may have a cache of others. One that does not say whether it is paused
+    may be, and is told what to do, if that does no harm; not where the trainer releases memory: a resume would do some.
+    """
+    if engine.memory != "agent" and observation.asleep != frozenset():
+        return engine
+    given = bool(observation.version) or _is_unproven(engine, observation)
+    if observation.generating is not None:
+        return replace(engine, stale_cache=given and not observation.generating)
+    if observation.remedies is None or not observation.remedies.idempotent >= PAUSE_AND_RESUME:
+        return engine
+    return replace(engine, generating=None, stale_cache=given)
 
 
 def _paused_by_others(engine: EngineState, observation: Observation) -> bool:
@@ -139,7 +157,7 @@ def _is_unproven(engine: EngineState, observation: Observation) -> bool:
 
 def only_observed(engine: EngineState, observation: Observation) -> EngineState:
     """Return the engine of an agent that only observes: what it saw now, and nothing of what it saw before."""
-    engine = apply_observation(EngineState(progress=engine.progress), observation)
+    engine = apply_observation(EngineState(instance=observation.instance, progress=engine.progress), observation)
     return replace(engine, version=observation.version or 0, version_label=engine.label, seen=observation)
 
 
@@ -161,6 +179,17 @@ def changed_by_others(before: EngineState, after: EngineState, desired: Desired)
         or (not before.unknown and after.asleep != before.asleep)
         or (not explained and (after.label, after.version) != (before.label, before.version))
     )
+
+
+def taken_over(before: EngineState, call: Call, after: EngineState, desired: Desired) -> bool:
+    """Whether the engine shows, after a call that was made without a bus, that another agent commands it."""
+    if isinstance(call, Observe):
+        before = replace(before, label=None) if before.maybe_pushed else before  # its own trainer may have pushed
+        return changed_by_others(before, after, desired)
+    if isinstance(call, _LOADS) or before.torn or relaunched(before, after):
+        return False
+    read_first = before.label is None and after.label is not None  # after a load of its own
+    return not read_first and (before.label, before.version) != (after.label, after.version)
 
 
 def _other_instance(engine: EngineState, observation: Observation) -> bool:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from schemas.commands import Pushed, durable_source
+from schemas.commands import Broadcast, Pushed, durable_source
 from schemas.desired import Committed, Desired, ProfileSession, Syncing
 from schemas.events import (
     AwaitPush,
@@ -136,8 +136,21 @@ def reconcile(
     return calls
 
 
-def own_calls(state: AgentState) -> tuple[Call, ...]:
-    """Return the calls that an idle machine makes by itself. One that only observes makes none, whatever it saw."""
+def own_calls(state: AgentState, just_observed: bool = False) -> tuple[Call, ...]:
+    """Return the calls that an idle machine makes by itself. Without its bus it looks at the engine first: perhaps
+    another agent commands it by now.
+
+    Args:
+        state: Before.
+        just_observed: The engine was just observed.
+    """
+    calls = _calls_of_its_own(state, just_observed)
+    alone = state.bus_lost and not just_observed
+    return (Observe(),) if alone and calls and calls[0] is not state.deferred_finish else calls
+
+
+def _calls_of_its_own(state: AgentState, just_observed: bool) -> tuple[Call, ...]:
+    """One that only observes makes none, whatever it saw."""
     if state.identity.mode is OBSERVED:
         return ()
     if state.deferred_finish is not None and state.informed:
@@ -154,7 +167,7 @@ def own_calls(state: AgentState) -> tuple[Call, ...]:
     desired = still_desired(state.desired, state.suppressed)
     if state.waits_paused:
         desired = replace(desired, generation="paused")
-    calls = reconcile(desired, engine, state.identity)
+    calls = reconcile(desired, engine, state.identity, just_observed=just_observed)
     if engine.lost:
         return (*calls, *pause)
     if calls or state.bus_lost:  # then another agent may command its engine, by what is committed now
@@ -263,12 +276,14 @@ def plan_weights(desired: Desired, engine: EngineState, identity: Identity, load
 
 def _needs_none(desired: Desired, engine: EngineState, weights: Committed | Syncing, load_commanded: bool) -> bool:
     """Whether nothing has to be loaded. A label alone is not enough for a load that was just commanded: a sync that was
-    aborted may have used the same version for other weights.
+    aborted may have used the same version for other weights. And a broadcast ends for none of its receivers before all
+    take part.
     """
     if desired.sync is None:
         return holds_committed(desired, engine)
     only_label = engine.loaded is None or engine.loaded.version != engine.version
-    return holds_weights(engine, weights) and not (load_commanded and only_label)
+    again = only_label or isinstance(weights.source, Broadcast)
+    return holds_weights(engine, weights) and not (load_commanded and again)
 
 
 def _load_of(wanted: Committed, load_commanded: bool) -> Load | AwaitPush | None:
@@ -309,7 +324,8 @@ def plan_generation(
     sync = desired.sync
     pausable = engine.operations >= PAUSE_AND_RESUME
     serving = may_serve(desired, engine, identity) and not weights.unreachable
-    pausing = pausable and engine.generating is not False and (not serving or bool(weights.load) or releasing)
+    changing = not serving or bool(weights.load) or releasing or (engine.generating is None and engine.stale_cache)
+    pausing = pausable and engine.generating is not False and changing
     mode = sync.in_flight if sync is not None else desired.pause_mode
     frozen = engine.requests_kept and engine.generating is not True  # else a resume whose answer was lost was made
     requests_kept = frozen or (pausing and mode == "keep")
