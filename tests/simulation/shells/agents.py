@@ -20,6 +20,7 @@ from schemas import events
 from schemas.config import AgentConfig
 from schemas.errors import AgentError, CheckpointError, EngineError, IdentityTaken, RefusedError, UnansweredError
 from schemas.outcomes import Trace
+from tests.simulation import verdicts
 from tests.simulation.agent import NO_TOKENIZER, Process
 from tests.simulation.disk import Disk
 from tests.simulation.engine import LOST, Attempt
@@ -266,7 +267,7 @@ class RealProcess:
         self.commanded_ms = max(self.commanded_ms, self.published_ms)
         if not self.state.joined or self.state.stopping:
             self.commanded_ms = self.world.now
-        self.world.promises.leased(cast("Process", self))
+        self.world.promises.judge("P7 trainer first", verdicts.leased(cast("Process", self)))
 
     def _judge_start(self, started: events.Started) -> None:
         if self.incarnation and not self._restart_asked:
