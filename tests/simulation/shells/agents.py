@@ -120,6 +120,9 @@ class RealProcess:
         """When it last got a publication."""
         return self.world.moment_ms(self.host.published_s)
 
+    heard_ms = published_ms
+    """When its lease was last renewed, about: heads do that."""
+
     @property
     def bus(self) -> RealBus | None:
         """The bus that is there."""
