@@ -102,7 +102,7 @@ class RealProcess:
         self.commanded_ms = self.world.now
         self._expired_ms = -1  # when its lease last expired
         self.waiting: deque[object] = deque()
-        self.driver_killed = False
+        self.driver_killed, self.held_ms = False, 0
         self.requested_ms = 0  # when its machine last asked for a call
         self._restart_asked = False
         self._scope: CancelScope | None = None
@@ -119,6 +119,9 @@ class RealProcess:
     def published_ms(self) -> int:
         """When it last got a publication."""
         return self.world.moment_ms(self.host.published_s)
+
+    heard_ms = published_ms
+    """When its lease was last renewed, about: heads do that."""
 
     @property
     def bus(self) -> RealBus | None:
