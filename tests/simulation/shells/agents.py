@@ -265,11 +265,6 @@ class RealProcess:
             if isinstance(effect, events.Perform) and isinstance(effect.call, events.AwaitPush | events.Observe):
                 self.world.promises.performing(cast("Process", self), effect)
 
-    @property
-    def heard_ms(self) -> int:
-        """About when it last heard from its bus."""
-        return self.commanded_ms
-
     def judge_lease(self) -> None:
         """P7: the end of its lease, unless it has not joined yet, or waits for its engine to end."""
         self.commanded_ms = max(self.commanded_ms, self.published_ms)
