@@ -97,7 +97,7 @@ class World:
         self.log = Log()
         self.files = Files(seed)
         self.doubled: set[str] = set()  # places that another process has claimed, with an engine of its own
-        self.forgotten: set[str] = set()  # agents that lost their journal while a session was open
+        self.forgotten: set[str] = set()  # agents that can't know of a session that was open
         self.sent: dict[int, tuple[AgentStatus, int]] = {}  # each status, with when its agent had last seen its engine
         self.lives = 0
         self.buses: list[Bus] = []

@@ -127,7 +127,8 @@ class Engine:
     released its memory.   called: every call that was begun, in order.   closes_ms: when its session ends with its
     window.   recorded: steps of the sessions that ended so.   doubtful: steps of which nobody knows
     whether a session was opened.   stop_doubtful: nobody knows whether the stop of its last session was made.
-    forgotten: step of the open session, whose agent lost its journal.
+    forgotten: step of the open session that its agent can't know: it lost its journal, or another agent, which was cut
+    off, opened it.
     launched_from: the directory of the weights of its launch, if it reports that.
     used: the version that an earlier run left in its first launch, which goes on; 0 if none did.
     traffic: requests run whenever it generates.   frozen: requests wait for the end of a pause that kept them.
@@ -487,6 +488,9 @@ class Engine:
         if self.forgotten is not None:
             return events.Fault("refused", "it records a session already.")
         self._start_profile(call.session.step)
+        if self.caller is not None and self.caller.slot.cut_off:
+            self.forgotten = self.session_step
+            self.caller.world.forgotten.add(self.caller.slot.name)
         window = call.session.plan.window is not None and self.closing.random() < WINDOWS_END
         self.closes_ms = self.now() + self.closing.randrange(1, 6000) if window else None
         return events.Returned()

@@ -88,6 +88,8 @@ class Ledger:
         quarantined_at: The last command that it had decided when it went out of service by itself; those that were
             queued then come after it.
         unproven: What its engine held by a broadcast when it lost its journal.
+        may_be_torn: The launch of its engine that was first seen after a load without an answer, and perhaps was given
+            it.
         received: The commands for which its engine was told to receive a broadcast.
         begun_at: Seq of the snapshot with which this agent began to follow a log that had lost its tail. The bus may
             not have known its place before that.
@@ -110,6 +112,7 @@ class Ledger:
     quarantined_at: int = 0
     resuming: str = ""
     unproven: str = ""
+    may_be_torn: str | None = None
     received: set[tuple[int, int]] = field(default_factory=set)
 
 
@@ -179,6 +182,7 @@ class Promises:
             ledger.late_start = call.session.step if isinstance(call, StartProfile) else ledger.late_start
         if state.suppressed.quarantined and not before.suppressed.quarantined:
             ledger.quarantined_at = before.queue[0].seq - 1 if before.queue else before.seq
+        ledger.may_be_torn = serving.may_be_torn(before, event) or ledger.may_be_torn
         self.judge("I5 quarantine", verdicts.suppressed(self, before, event, state, ledger.quarantined_at))
         heard = isinstance(event, HeadSeen) and event.epoch >= before.epoch and not state.needs_snapshot
         if heard and state.changed_by_others and not state.contested:

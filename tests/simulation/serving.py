@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from schemas.commands import durable_source
 from schemas.desired import Committed, Desired
+from schemas.events import EngineObserved, EngineReturned, Event, Load, Restore
 from schemas.identity import Operation, RolloutMode
 from tests.simulation.engine import LAUNCHED, Engine, digest_of, weights_of, weights_to_serve
 from workers.machine.readiness import in_sync
@@ -87,18 +88,33 @@ def _settled(promises: Promises, process: Process, engine: Engine) -> None:
 
 def stranded(process: Process, desired: Desired) -> bool:
     """Whether nobody can give the engine weights that it may serve before the next sync. An agent whose engine shows no
-    digest can't know that a load which failed before anything was committed has touched nothing.
+    digest can't know that a load which failed before anything was committed has touched nothing; nor can one whose
+    engine was launched again meanwhile, and showed other weights before.
     """
     engine, committed, fallback = process.slot.engine, desired.committed, desired.fallback
     if engine is None:
         return False
     if committed is None and (fallback is None or engine.unable or _refused(engine, fallback)):
         no_way_back = fallback is not None or process.state.engine.launched_from is None or engine.unable
-        return no_way_back and (engine.weights != LAUNCHED or (engine.kind != "tiny" and process.state.engine.torn))
+        unknown = engine.kind != "tiny" or process.slot.ledger.may_be_torn == f"launch {engine.instance}"
+        return no_way_back and (engine.weights != LAUNCHED or (unknown and process.state.engine.torn))
     wanted = committed or fallback
     if wanted is None or durable_source(wanted.source) is not None:
         return False
     return engine.weights != weights_of(wanted.source) or engine.weights == process.slot.ledger.unproven
+
+
+def may_be_torn(before: AgentState, event: Event) -> str | None:
+    """Return the launch that an agent first sees after a load without an answer, which this one was perhaps given: it
+    shows other weights than the one before.
+    """
+    activity = before.interrupted or before.activity
+    if not isinstance(event, EngineObserved | EngineReturned) or event.observation is None or activity is None:
+        return None
+    earlier, seen = before.engine, event.observation
+    if not isinstance(activity.calls[0], Load | Restore) or earlier.instance in (None, seen.instance):
+        return None
+    return seen.instance if earlier.torn or earlier.digest != seen.digest else None
 
 
 def _refused(engine: Engine, weights: Committed) -> bool:

@@ -1,14 +1,21 @@
 """The judges of the simulation themselves: each lets pass what is right, and still catches what it is there for."""
 
+import pytest
 from msgspec.structs import replace
 
-from schemas.desired import Desired
+from schemas.commands import Broadcast, ProfilePlan
+from schemas.desired import Committed, Desired, ProfileSession
+from schemas.events import Effect, EngineObserved, Event, Load, StartProfile
+from schemas.identity import Operation
 from schemas.wire import Snapshot
 from tests.simulation.agent import Process
 from tests.simulation.cluster import World
+from tests.simulation.engine import Engine, digest_of
+from tests.simulation.promises import Broken
 from tests.simulation.verdicts import LEASE_LATE_MS, leased
 from tests.simulation.weather import Weather
-from workers.machine.state import AgentState
+from workers.machine.decide import decide
+from workers.machine.state import Activity, AgentState
 
 
 def lonely(epoch: int) -> Process:
@@ -46,3 +53,96 @@ def test_an_agent_whose_lease_is_over_is_let_be() -> None:
     process = lonely(epoch=1)
     process.lease_over = True
     assert judged_at(process, 100_000) == ""
+
+
+def beside_its_engine() -> tuple[Process, Engine]:
+    """Return an agent that follows its bus, and its engine, which serves as it was launched and shows all it does."""
+    process = lonely(epoch=1)
+    engine = process.slot.engine
+    assert engine is not None
+    engine.launch()
+    engine.ready, engine.kind, engine.launched_from, engine.operations = True, "tiny", None, frozenset(Operation)
+    process.slot.ledger.oracle = Desired()
+    process.state = replace(AgentState(), epoch=1, snapshot_epoch=1)
+    look(process, engine)
+    return process, engine
+
+
+def look(process: Process, engine: Engine) -> tuple[Effect, ...]:
+    """Let the agent observe its engine, and judge what it decides."""
+    before, seen = process.state, engine.observe()
+    event: Event = EngineObserved(at_ms=0, observation=seen)
+    engine.shown(seen, process.slot.double)
+    process.state, effects = decide(before, event)
+    process.world.promises.after_agent(process, before, event, effects)
+    return effects
+
+
+def opens_a_session(process: Process, engine: Engine) -> None:
+    engine.caller = process
+    call = StartProfile(ProfileSession(step=2, plan=ProfilePlan()), directory="traces")
+    attempt, _ = engine.begin(call, call_id=1)
+    engine.end(attempt)
+
+
+def test_an_agent_may_leave_the_session_open_that_its_predecessor_opened_after_it_was_cut_off() -> None:
+    process, engine = beside_its_engine()
+    old = process.slot.be_succeeded(1)
+    assert old is not None
+    successor = Process(process.world.slots[0])
+    successor.slot.process, successor.state, successor.slot.ledger.oracle = successor, process.state, Desired()
+    opens_a_session(process, engine)
+    assert look(successor, engine) == ()
+    assert engine.session_step == 2
+
+
+def test_an_agent_that_leaves_its_own_session_open_is_caught() -> None:
+    process, engine = beside_its_engine()
+    opens_a_session(process, engine)
+    with pytest.raises(Broken, match="session 2 is open, desired is None"):
+        look(process, engine)
+
+
+def cut_off_in_a_load(weights: str) -> tuple[Process, Engine]:
+    """Return an agent that was killed in the run's first load, while its engine held these weights, and the engine,
+    which was launched again since.
+    """
+    process, engine = beside_its_engine()
+    source = Broadcast(host="h", port=1, group="g", replicas=(0,))
+    process.slot.ledger.oracle = desired = Desired(uncommitted=Committed(3, source, None))
+    load = Activity(trigger=None, calls=(Load(3, source, None),), call_id=1, deadline_ms=0)
+    held = replace(process.state.engine, digest=digest_of(weights), generating=False)
+    process.state = replace(process.state, desired=desired, engine=held, interrupted=load)
+    engine.launch()
+    engine.ready = engine.paused = True
+    return process, engine
+
+
+def test_an_engine_that_perhaps_was_given_a_load_stays_paused_though_it_shows_its_digest() -> None:
+    process, engine = cut_off_in_a_load("v1")
+    assert look(process, engine) == ()
+    assert process.state.engine.torn
+
+
+def left_paused(state: AgentState) -> AgentState:
+    """Return the state of a machine that holds its engine's weights for torn."""
+    return replace(state, activity=None, engine=replace(state.engine, torn=True, generating=False))
+
+
+def test_an_agent_that_leaves_the_weights_of_a_launch_unused_is_caught_where_their_digest_has_not_changed() -> None:
+    process, engine = cut_off_in_a_load("as launched")
+    assert look(process, engine) != ()  # it resumes
+    process.state = left_paused(process.state)
+    with pytest.raises(Broken, match="says it serves, and is paused"):
+        look(process, engine)
+
+
+def test_an_agent_that_leaves_a_later_launch_unused_is_caught() -> None:
+    process, engine = cut_off_in_a_load("v1")
+    look(process, engine)
+    engine.launch()
+    engine.ready = engine.paused = True
+    assert look(process, engine) != ()  # it resumes: this launch was given nothing
+    process.state = left_paused(process.state)
+    with pytest.raises(Broken, match="says it serves, and is paused"):
+        look(process, engine)
