@@ -80,7 +80,7 @@ class Process:
         self.disk_until_ms = -1  # it does nothing before: its disk hangs
         self.waiting: deque[tuple[int, Callable[..., None], tuple[Any, ...]]] = deque()  # for the disk, each since when
         self.new_key = False
-        self.calls_alone = 0  # since it was cut off for good, and its lease has ended
+        self.calls_alone: list[int] = []  # by launch, since it was cut off for good, and its lease has ended
         self.commanded_ms = self.world.now  # when a command could last have reached it
 
     @property

@@ -143,13 +143,18 @@ def _serves_wrongly(slot: Slot, process: Process) -> str:
 
 
 def relaunch_lost(world: World) -> None:
-    """Launch engines again of which nobody knows what they do, as their agents ask for."""
-    for slot in world.slots:
-        if slot.process is not None and slot.process.state.engine.lost:
+    """Launch engines again of which nobody knows what they do, as their agents ask for. Once more if an agent had not
+    seen its engine since it called it: perhaps it called the launch that it sees now.
+    """
+    for again in (False, True):
+        lost = [slot for slot in world.slots if slot.process is not None and slot.process.state.engine.lost]
+        if again and not lost:
+            return
+        for slot in lost:
             if slot.engine is not None and slot.engine.kind == "tiny":
                 world.promises.broken("convergence", f"{slot.name} shows all it does, and its agent does not know it")
             slot.relaunch()
-    world.run(world.now + 6000)
+        world.run(world.now + 6000)
 
 
 def restarts_heal(world: World) -> None:

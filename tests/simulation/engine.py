@@ -136,7 +136,7 @@ class Engine:
     unseen: a start of a session since the last observation: nobody knows yet whether it is open.
     moved: the trainer released its memory, or took it back, since the last observation.
     unseen_by: those of its agents that have not looked since another one called it.
-    caller: the agent that called it last.   loaded_by: which of two agents gave it its weights.
+    caller: the agent that called it last.   loaded_by: which of two agents gave it other weights.
     resumed: asked before the engine generates again, so that what it holds can be judged.
     shelf: its LoRA adapters.
     """
@@ -447,11 +447,13 @@ class Engine:
 
     def _load(self, call: events.Load | events.Restore) -> events.Returned:
         self._check_loadable()
+        held = self.weights, self.version, self.label
         version, self.weights, label = 0, LAUNCHED, LAUNCH_LABEL
         if isinstance(call, events.Load):
             version, self.weights, label = call.version, weights_of(call.source), call.label or str(call.version)
         self.version, self.label = version, label if self.label is not None else None
-        self.loaded_by = self.caller.slot.double if self.caller is not None else None
+        if held != (self.weights, self.version, self.label):  # the same again shows nothing
+            self.loaded_by = self.caller.slot.double if self.caller is not None else None
         self.shelf.read_again()
         return events.Returned(digest=digest_of(self.weights) if self.kind == "tiny" else None)
 

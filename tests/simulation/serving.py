@@ -88,20 +88,21 @@ def _settled(promises: Promises, process: Process, engine: Engine) -> None:
 
 def stranded(process: Process, desired: Desired) -> bool:
     """Whether nobody can give the engine weights that it may serve before the next sync. An agent whose engine shows no
-    digest can't know that a load which failed before anything was committed has touched nothing; nor can one whose
-    engine was launched again meanwhile, and showed other weights before.
+    digest can't know that a load which failed has touched nothing; nor can one whose engine was launched again
+    meanwhile, and showed other weights before.
     """
     engine, committed, fallback = process.slot.engine, desired.committed, desired.fallback
     if engine is None:
         return False
+    unknown = engine.kind != "tiny" or process.slot.ledger.may_be_torn == f"launch {engine.instance}"
+    torn = unknown and process.state.engine.torn
     if committed is None and (fallback is None or engine.unable or _refused(engine, fallback)):
         no_way_back = fallback is not None or process.state.engine.launched_from is None or engine.unable
-        unknown = engine.kind != "tiny" or process.slot.ledger.may_be_torn == f"launch {engine.instance}"
-        return no_way_back and (engine.weights != LAUNCHED or (unknown and process.state.engine.torn))
+        return no_way_back and (engine.weights != LAUNCHED or torn)
     wanted = committed or fallback
     if wanted is None or durable_source(wanted.source) is not None:
         return False
-    return engine.weights != weights_of(wanted.source) or engine.weights == process.slot.ledger.unproven
+    return torn or engine.weights != weights_of(wanted.source) or engine.weights == process.slot.ledger.unproven
 
 
 def may_be_torn(before: AgentState, event: Event) -> str | None:

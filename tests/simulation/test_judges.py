@@ -3,16 +3,18 @@
 import pytest
 from msgspec.structs import replace
 
-from schemas.commands import Broadcast, ProfilePlan
+from schemas.commands import Broadcast, Checkpoint, ProfilePlan
 from schemas.desired import Committed, Desired, ProfileSession
-from schemas.events import Effect, EngineObserved, Event, Load, StartProfile
+from schemas.events import Call, Effect, EngineObserved, Event, Load, Pause, StartProfile
 from schemas.identity import Operation
 from schemas.wire import Snapshot
+from tests.simulation import serving
 from tests.simulation.agent import Process
 from tests.simulation.cluster import World
-from tests.simulation.engine import Engine, digest_of
+from tests.simulation.endings import relaunch_lost
+from tests.simulation.engine import Engine, Kind, digest_of, weights_of
 from tests.simulation.promises import Broken
-from tests.simulation.verdicts import LEASE_LATE_MS, leased
+from tests.simulation.verdicts import CALLS_ALONE_MAX, LEASE_LATE_MS, alone, leased
 from tests.simulation.weather import Weather
 from workers.machine.decide import decide
 from workers.machine.state import Activity, AgentState
@@ -79,18 +81,27 @@ def look(process: Process, engine: Engine) -> tuple[Effect, ...]:
 
 
 def opens_a_session(process: Process, engine: Engine) -> None:
-    engine.caller = process
-    call = StartProfile(ProfileSession(step=2, plan=ProfilePlan()), directory="traces")
+    make(process, engine, StartProfile(ProfileSession(step=2, plan=ProfilePlan()), directory="traces"))
+
+
+def make(process: Process, engine: Engine, call: Call) -> None:
+    """Make a call, which succeeds."""
+    engine.caller, engine.temper.fails = process, 0.0
     attempt, _ = engine.begin(call, call_id=1)
     engine.end(attempt)
 
 
-def test_an_agent_may_leave_the_session_open_that_its_predecessor_opened_after_it_was_cut_off() -> None:
+def succeeded() -> tuple[Process, Process, Engine]:
+    """Return an agent that was cut off, its successor, and the engine that both command."""
     process, engine = beside_its_engine()
-    old = process.slot.be_succeeded(1)
-    assert old is not None
+    assert process.slot.be_succeeded(1) is not None
     successor = Process(process.world.slots[0])
     successor.slot.process, successor.state, successor.slot.ledger.oracle = successor, process.state, Desired()
+    return process, successor, engine
+
+
+def test_an_agent_may_leave_the_session_open_that_its_predecessor_opened_after_it_was_cut_off() -> None:
+    process, successor, engine = succeeded()
     opens_a_session(process, engine)
     assert look(successor, engine) == ()
     assert engine.session_step == 2
@@ -146,3 +157,50 @@ def test_an_agent_that_leaves_a_later_launch_unused_is_caught() -> None:
     process.state = left_paused(process.state)
     with pytest.raises(Broken, match="says it serves, and is paused"):
         look(process, engine)
+
+
+@pytest.mark.parametrize(
+    ("kind", "torn", "stays"), [("verl", True, True), ("verl", False, False), ("tiny", True, False)]
+)
+def test_weights_that_were_broadcast_are_given_up_after_a_failed_load_only_where_no_digest_proves_them(
+    kind: Kind, torn: bool, stays: bool
+) -> None:
+    process, engine = beside_its_engine()
+    source = Broadcast(host="h", port=1, group="g", replicas=(0,))
+    engine.kind, engine.weights = kind, weights_of(source)
+    process.state = replace(process.state, engine=replace(process.state.engine, torn=torn))
+    assert serving.stranded(process, Desired(committed=Committed(1, source, None))) is stays
+
+
+@pytest.mark.parametrize(("path", "wrong"), [("v1", ""), ("v2", "after its successor has loaded v2")])
+def test_an_agent_without_a_bus_need_not_see_that_its_successor_loaded_the_same_weights_again(
+    path: str, wrong: str
+) -> None:
+    process, successor, engine = succeeded()
+    engine.paused, engine.version, engine.weights, engine.label = True, 1, "v1", "1"
+    process.lease_over = True
+    make(successor, engine, Load(int(path[1:]), Checkpoint(path), None))
+    found = alone(process, Pause("abort"))
+    assert wrong in found
+    assert bool(found) is bool(wrong)
+
+
+def test_an_agent_without_a_bus_brings_each_launch_of_its_engine_back_and_is_caught_when_it_goes_on() -> None:
+    process, _, engine = succeeded()
+    process.lease_over = True
+    assert [alone(process, Pause("abort")) for _ in range(CALLS_ALONE_MAX)] == [""] * CALLS_ALONE_MAX
+    engine.launch()
+    assert [alone(process, Pause("abort")) for _ in range(CALLS_ALONE_MAX)] == [""] * CALLS_ALONE_MAX
+    assert "goes on to command its engine" in alone(process, Pause("abort"))
+
+
+@pytest.mark.parametrize(("lost", "launches"), [(False, 1), (True, 3)])
+def test_an_engine_of_which_nobody_knows_what_it_does_is_launched_again_twice_at_most(
+    lost: bool, launches: int
+) -> None:
+    process, engine = beside_its_engine()
+    engine.kind = "verl"
+    state = replace(process.state.engine, generating=None, idempotent=frozenset())
+    process.state = replace(process.state, engine=state) if lost else process.state
+    relaunch_lost(process.world)
+    assert engine.instance == launches

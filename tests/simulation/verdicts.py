@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _TAKES_NO_PART = tuple(map(Skipped, (Reason.MODE_NEVER_SYNCS, Reason.NOT_TARGETED, Reason.OBSERVING)))
 CALLS_ALONE_MAX = 8
-"""Calls that bring an engine back to committed weights once, without a session. More are a struggle with another."""
+"""Calls that bring one launch of an engine back to committed weights, without a session. More are a struggle."""
 LEASE_LATE_MS = 5000
 """How much later than a lease its end may be noticed: a heartbeat, and a disk that hangs."""
 REPLAYED_LATE_MS = 150
@@ -144,15 +144,16 @@ def in_time(bus: Bus, new: Published) -> str:
 
 
 def alone(process: Process, call: Call) -> str:
-    """An agent that is cut off and has a successor brings the engine back once, at the end of its lease; and only as
-    long as it sees, right before each call, that its successor has called nothing since it last looked, and loaded
-    nothing. More can't be promised: what the successor does while such a call is made is seen after it.
+    """An agent that is cut off and has a successor brings each launch of the engine back once, from the end of its
+    lease on; and only as long as it sees, right before each call, that its successor has called nothing since it last
+    looked, and loaded nothing else. More can't be promised: what the successor does while such a call is made is seen
+    after it.
     """
     engine = process.slot.engine
     if engine is None or isinstance(call, Observe) or not (process.slot.cut_off and process.lease_over):
         return ""
-    process.calls_alone += 1
-    if process.calls_alone > CALLS_ALONE_MAX:
+    process.calls_alone.append(engine.instance)
+    if process.calls_alone.count(engine.instance) > CALLS_ALONE_MAX:
         return f"{process.peer} is cut off, has a successor, and goes on to command its engine"
     if process.held_ms:  # its disk hung after it looked
         return ""

@@ -98,7 +98,8 @@ class RealProcess:
         self.state = AgentState()
         self.incarnation = ""
         self.host = Host(self.world.network, self._blocked_ms)
-        self.calls_alone, self.new_key, self.sub = 0, False, None
+        self.calls_alone: list[int] = []
+        self.new_key, self.sub = False, None
         self.commanded_ms = self.world.now
         self._expired_ms = -1  # when its lease last expired
         self.waiting: deque[object] = deque()
