@@ -88,8 +88,7 @@ class Ledger:
         quarantined_at: The last command that it had decided when it went out of service by itself; those that were
             queued then come after it.
         unproven: What its engine held by a broadcast when it lost its journal.
-        may_be_torn: The launch of its engine that was first seen after a load without an answer, and perhaps was given
-            it.
+        may_be_torn: The launch that it first saw after a load without an answer, and to which that perhaps went.
         received: The commands for which its engine was told to receive a broadcast.
         begun_at: Seq of the snapshot with which this agent began to follow a log that had lost its tail. The bus may
             not have known its place before that.
