@@ -122,12 +122,12 @@ async def test_an_agent_that_is_cut_off_leaves_its_engine_to_its_successor(
                         await plane.wait_for_agents(1, timeout=60)
                         (await plane.sync_weights(2, Checkpoint("v2"), timeout=20)).raise_for_failures()
                         await until(lambda: "commands its engine no more" in old.output)
-                        assert re.search(
+                        assert re.search(  # it may have looked in the middle of its successor's sync
                             r"agent 0\.0 commands its engine no more: something else has changed it since the bus was "
-                            r"last heard\. .* The engine holds weights labelled '2', which are not those of "
-                            r"version 1 and is running\.",
+                            r"last heard\. .* The engine (holds weights labelled '2', which are not those of version 1 "
+                            r"and is running|.*is paused)\.",
                             old.output,
-                        )
+                        ), old.output
                         made, looked = list(engine.made), engine.seen
                         await until(lambda: engine.seen > looked + 6)  # three observations of each
                         assert (engine.label, engine.paused, engine.made) == ("2", False, made)

@@ -161,7 +161,9 @@ def test_placed_agents_command_the_servers_of_their_nodes_across_a_death(
         assert isinstance(outcome, Acted)
         assert [trace.path for trace in outcome.traces] == ["global_step_3/replica_0/1-TP-0.trace.json.gz"]
     called = [ray.get(server.__ray_call__.remote(lambda own: own.called)) for server in servers]
-    assert called == [["start_profile", "stop_profile"], []]
+    assert called == [["resume_generation", "start_profile", "stop_profile"], []], (
+        "it resumes a server that it first meets"
+    )
 
 
 def test_what_ends_an_agent_for_good_is_reported(plane: ControlPlane, tmp_path: Path, nodes: list[str]) -> None:
