@@ -40,7 +40,7 @@ from controlplane.machine.coordinator_state import (
 from controlplane.machine.provenance import with_counted, with_holders
 from controlplane.machine.publishing import oversize, publish, retransmit
 from controlplane.machine.replicas import note_outcomes
-from schemas.commands import EpochStart, Target
+from schemas.commands import AdapterSync, EpochStart, Target, WeightSync
 from schemas.outcomes import Missing
 from schemas.reports import AgentOutcome, Report
 
@@ -163,7 +163,9 @@ def _on_answers(state: CoordinatorState, event: events.AnswersReceived, effects:
         new.setdefault(answer.seq, {}).setdefault(name, outcome)
     for seq, outcomes in sorted(new.items()):
         state = sessions.withdraw_failed_session(state, commands[seq], outcomes.values())
-        state = with_holders(note_outcomes(state, commands[seq].command, outcomes.values()), outcomes)
+        state = note_outcomes(state, commands[seq].command, outcomes.values())
+        if isinstance(commands[seq].command, WeightSync | AdapterSync):
+            state = with_holders(state, outcomes)
     open_commands = (
         replace(command, outcomes={**command.outcomes, **new[command.record.seq]})
         if command.record.seq in new

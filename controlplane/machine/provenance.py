@@ -4,6 +4,7 @@ An engine says which label made which tokens. The state of the coordinator says 
 the run, whether a sync committed them, and which replicas were ever proven to hold them.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -11,10 +12,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from controlplane.machine.adapters import holds_version
-from controlplane.machine.coordinator_state import CoordinatorState, LoadedWeights, Member, UsedAdapter
+from controlplane.machine.coordinator_state import CoordinatorState, LoadedWeights, UsedAdapter
 from controlplane.machine.events import Proof, SamplesCounted
 from controlplane.machine.replicas import holds_committed, is_primary
 from controlplane.machine.versions import label_of
+from schemas.desired import Committed
 from schemas.identity import LAUNCH_LABEL
 from schemas.reports import SampleStatus
 
@@ -169,7 +171,7 @@ def _known(state: CoordinatorState, label: str, replica: int | None) -> tuple[st
 def _proof(*, committed: bool, holders: tuple[int, ...], open_: bool, replica: int | None) -> Proof:
     if not committed:
         return "unproven" if open_ else "aborted"
-    held = bool(holders) if replica is None else replica in holders
+    held = bool(holders) if replica is None else _is_in(holders, replica)
     return "proven" if held else "unproven"
 
 
@@ -203,13 +205,19 @@ def with_holders(state: CoordinatorState, agents: Iterable[str]) -> CoordinatorS
         state: After their answers, or their newest status.
         agents: Names of members.
     """
-    members = [state.members[name] for name in agents]
-    members = [member for member in members if is_primary(member) and member.hello.identity.syncs]
-    if not members:
-        return state
-    loaded = tuple(_with_base_holders(state, known, members) for known in state.loaded)
-    if loaded != state.loaded:
-        state = replace(state, loaded=loaded)
+    members = {
+        member.hello.identity.replica: member
+        for name in agents
+        if is_primary(member := state.members[name]) and member.hello.identity.syncs
+    }
+    holding: dict[int, list[tuple[int, Committed]]] = {}  # by version
+    for replica, member in members.items():
+        desired = state.desired.get(replica, state.default_desired)
+        if desired.committed is not None and holds_committed(member, desired):
+            holding.setdefault(desired.version, []).append((replica, desired.committed))
+    if holding:
+        loaded = tuple(_with_base_holders(known, holding.get(known.weights.version, [])) for known in state.loaded)
+        state = replace(state, loaded=loaded) if loaded != state.loaded else state
     changed = {
         name: replace(known, used=used)
         for name, known in state.adapters.items()
@@ -218,21 +226,19 @@ def with_holders(state: CoordinatorState, agents: Iterable[str]) -> CoordinatorS
     return replace(state, adapters={**state.adapters, **changed}) if changed else state
 
 
-def _with_base_holders(state: CoordinatorState, known: LoadedWeights, members: list[Member]) -> LoadedWeights:
-    new = [
-        replica
-        for member in members
-        if (replica := member.hello.identity.replica) not in known.holders
-        and (desired := state.desired.get(replica, state.default_desired)).committed == known.weights
-        and holds_committed(member, desired)
-    ]
+def _with_base_holders(known: LoadedWeights, holding: list[tuple[int, Committed]]) -> LoadedWeights:
+    new = [replica for replica, weights in holding if weights == known.weights and not _is_in(known.holders, replica)]
     return replace(known, holders=tuple(sorted((*known.holders, *new)))) if new else known
 
 
-def _with_adapter_holders(state: CoordinatorState, entry: UsedAdapter, members: list[Member]) -> UsedAdapter:
-    new = [
-        replica
-        for member in members
-        if (replica := member.hello.identity.replica) not in entry.holders and holds_version(state, replica, entry)
-    ]
+def _with_adapter_holders(state: CoordinatorState, entry: UsedAdapter, members: Iterable[int]) -> UsedAdapter:
+    if entry.dropped_seq:
+        return entry
+    new = [one for one in members if not _is_in(entry.holders, one) and holds_version(state, one, entry)]
     return replace(entry, holders=tuple(sorted((*entry.holders, *new)))) if new else entry
+
+
+def _is_in(holders: tuple[int, ...], replica: int) -> bool:
+    """Whether a replica is among those in order: a fleet has a thousand, and each status asks."""
+    place = bisect_left(holders, replica)
+    return place < len(holders) and holders[place] == replica
