@@ -266,6 +266,10 @@ class RealProcess:
             if isinstance(effect, events.Perform) and isinstance(effect.call, events.AwaitPush | events.Observe):
                 self.world.promises.performing(cast("Process", self), effect)
 
+    def returned(self, attempt: Attempt) -> None:
+        """Tell its backend that a call has got what it waits for."""
+        self.backend.returned(attempt)
+
     def judge_lease(self) -> None:
         """P7: the end of its lease, unless it has not joined yet, or waits for its engine to end."""
         self.commanded_ms = max(self.commanded_ms, self.published_ms)
@@ -289,11 +293,19 @@ class Backend:
         self.luck = Random(f"backend {self.slot.name} {self.slot.double} {self.slot.incarnations} {self.world.seed}")
         self._calling = False
         self._stubborn_ms = 0  # when an observation that could not be cancelled has ended
-        self._died = anyio.Event()
+        self._died = False
+        self._attempt: Attempt | None = None
+        self._woken = anyio.Event()
 
     def die(self) -> None:
         """End with the process."""
-        self._died.set()
+        self._died = True
+        self._woken.set()
+
+    def returned(self, attempt: Attempt) -> None:
+        """End a call sooner than it would by itself: it has got what it waits for."""
+        if attempt is self._attempt:
+            self._woken.set()
 
     async def open(self) -> None:
         """Attach to the engine."""
@@ -364,7 +376,9 @@ class Backend:
         attempt, duration_ms = engine.begin(call, activity.call_id, known)
         if world.weather.hits("agent", f"in {attempt.word}") and world.rng.random() < 0.4:
             world.at(world.rng.randrange(duration_ms), process.die)
+        self._attempt = attempt
         await self._pass(duration_ms)
+        self._attempt = None
         return _KILLED if process.dead else self._end(attempt)
 
     def _end(self, attempt: Attempt) -> events.Returned | events.Fault:
@@ -402,9 +416,10 @@ class Backend:
 
     async def _pass(self, delay_ms: float) -> None:
         """Let time pass, unless the process is killed."""
-        if delay_ms and not self._died.is_set():
+        if delay_ms and not self._died:
+            self._woken = anyio.Event()
             with anyio.move_on_after(delay_ms / 1000):
-                await self._died.wait()
+                await self._woken.wait()
 
 
 class Traces:
