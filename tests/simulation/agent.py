@@ -92,6 +92,11 @@ class Process:
         """Its newest connection."""
         return f"{self.slot.name}/{self.incarnation}/{self.wire:08x}"
 
+    @property
+    def trigger(self) -> events.CommandReceived | None:
+        """The command for which its last call was asked."""
+        return self.state.activity.trigger if self.state.activity is not None else None
+
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:

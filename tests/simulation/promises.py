@@ -340,14 +340,13 @@ class Promises:
             self.broken("I7 sessions stay open", wrong)
         if isinstance(perform.call, StartProfile):
             ledger.late_start = None
-            step, by_itself = perform.call.session.step, process.state.activity and not process.state.activity.trigger
+            step, by_itself = perform.call.session.step, process.state.activity and not process.trigger
             if by_itself and engine is not None and step in engine.recorded:
                 self.broken("P5 one effect", f"{process.peer} records step {step} again, whose window has ended")
-        activity = process.state.activity
-        if isinstance(perform.call, StartProfile) and activity is not None and activity.trigger is not None:
-            if activity.trigger.seq in ledger.started:
-                self.broken("P5 one effect", f"{process.peer} opens a second session for {activity.trigger.seq}")
-            ledger.started.add(activity.trigger.seq)
+        if isinstance(perform.call, StartProfile) and process.trigger is not None:
+            if process.trigger.seq in ledger.started:
+                self.broken("P5 one effect", f"{process.peer} opens a second session for {process.trigger.seq}")
+            ledger.started.add(process.trigger.seq)
 
     def dials(self, process: Process) -> None:
         """P3: an agent that is given a new key leaves no sync that it takes part in."""

@@ -185,8 +185,7 @@ def receives(process: Process, call: Call) -> str:
     """A broadcast is received once for each command to load it, and by no agent of its own accord."""
     if not isinstance(call, Load) or not isinstance(call.source, Broadcast):
         return ""
-    activity, received = process.state.activity, process.slot.ledger.received
-    trigger = activity.trigger if activity is not None else None
+    trigger, received = process.trigger, process.slot.ledger.received
     commanded = trigger is not None and isinstance(trigger.command, WeightSync) and trigger.command.phase == "load"
     if trigger is None or not commanded or (trigger.origin, trigger.seq) in received:
         return f"{process.peer} receives {call.source.group} again, and nobody sends it"

@@ -90,12 +90,15 @@ class RealProcess:
     Attributes:
         alive: It has not been killed, and not ended.
         state: What its machine knows, as of the last decision that was judged.
+        trigger: The command for which its last call was asked. It may be superseded before the call begins.
     """
 
     def __init__(self, slot: RealSlot) -> None:
-        self.slot, self.world = slot, slot.world
+        self.slot: Slot = slot
+        self.world = slot.world
         self.alive, self.dead, self._leaving = True, False, False
         self.state = AgentState()
+        self.trigger: events.CommandReceived | None = None
         self.incarnation = ""
         self.host = Host(self.world.network, self._blocked_ms)
         self.calls_alone: list[int] = []
@@ -263,6 +266,7 @@ class RealProcess:
         for effect in effects:
             if isinstance(effect, events.Perform):
                 self.requested_ms = self.world.now
+                self.trigger = self.state.activity.trigger if self.state.activity is not None else None
             if isinstance(effect, events.Perform) and isinstance(effect.call, events.AwaitPush | events.Observe):
                 self.world.promises.performing(cast("Process", self), effect)
 
@@ -289,13 +293,18 @@ class Backend:
     """The backend of a simulated engine. In bad weather it does what backends should not, and some do."""
 
     def __init__(self, process: RealProcess) -> None:
-        self.process, self.world, self.slot = process, process.world, process.slot
+        self.process, self.world = process, process.world
         self.luck = Random(f"backend {self.slot.name} {self.slot.double} {self.slot.incarnations} {self.world.seed}")
         self._calling = False
         self._stubborn_ms = 0  # when an observation that could not be cancelled has ended
         self._died = False
         self._attempt: Attempt | None = None
         self._woken = anyio.Event()
+
+    @property
+    def slot(self) -> Slot:
+        """The place of its agent, which gives it up when it is cut off for good, and goes on in another one."""
+        return self.process.slot
 
     def die(self) -> None:
         """End with the process."""
