@@ -94,8 +94,7 @@ class RealProcess:
     """
 
     def __init__(self, slot: RealSlot) -> None:
-        self.slot: Slot = slot
-        self.world = slot.world
+        self.slot, self.world = slot, slot.world
         self.alive, self.dead, self._leaving = True, False, False
         self.state = AgentState()
         self.trigger: events.CommandReceived | None = None
@@ -302,7 +301,7 @@ class Backend:
         self._woken = anyio.Event()
 
     @property
-    def slot(self) -> Slot:
+    def slot(self) -> RealSlot:
         """The place of its agent, which gives it up when it is cut off for good, and goes on in another one."""
         return self.process.slot
 
