@@ -12,9 +12,11 @@ SHORT = 12
 BLOCK = 50
 SEEDS = [
     pytest.param(0, SHORT, id="0"),
+    pytest.param(97, 98, id="an agent that is cut off looks"),
+    pytest.param(289, 290, id="a command is superseded before its call begins"),
     *(pytest.param(first, first + BLOCK, marks=pytest.mark.long, id=str(first)) for first in range(0, 400, BLOCK)),
 ]
-"""The first seed of each block, and the one after the last."""
+"""The first seed of each block, and the one after the last; and worlds that the judges once took for wrong."""
 
 
 @pytest.mark.parametrize(("first", "end"), SEEDS)
