@@ -84,7 +84,7 @@ class LoRAFleet:
         cards = httpx.get(f"{self.url}/v1/models", timeout=60).json()["data"]
         return {card["id"]: card["root"] for card in cards if card["parent"]}
 
-    def scores(self, name: str | None, tokens: int = 8, prompt: str = "hello") -> Scored:
+    def scores(self, name: str | None, tokens: int = 8, prompt: str | list[int] = "hello") -> Scored:
         """Greedy tokens by an adapter; by the base model for None."""
         path, body = self._request(name, tokens, prompt)
         answer = httpx.post(self.url + path, json=body, timeout=60)
@@ -94,9 +94,9 @@ class LoRAFleet:
         (choice,) = answer.json()["choices"]
         return list(zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True))
 
-    def begin(self, name: str, tokens: int) -> "InFlight":
+    def begin(self, name: str, tokens: int, prompt: str | list[int] = "hello") -> "InFlight":
         """Have tokens made by an adapter, and return once there are some."""
-        path, body = self._request(name, tokens, "hello")
+        path, body = self._request(name, tokens, prompt)
         request = InFlight(self.kind, self.url + path, body)
         wait_for("the first token of a request", lambda: request.tokens or not request.is_alive(), 60)
         return request
@@ -112,10 +112,11 @@ class LoRAFleet:
             if process.pid != self.agent.process.pid and f"--port {self.port}" in " ".join(_words(process)):
                 process.kill()
 
-    def _request(self, name: str | None, tokens: int, prompt: str) -> tuple[str, dict[str, Any]]:
+    def _request(self, name: str | None, tokens: int, prompt: str | list[int]) -> tuple[str, dict[str, Any]]:
         if self.kind == "sglang":
             sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-            return "/generate", {"text": prompt, "sampling_params": sampling, "return_logprob": True, "lora_path": name}
+            given = {"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
+            return "/generate", {**given, "sampling_params": sampling, "return_logprob": True, "lora_path": name}
         body = {"model": name or self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
         return "/v1/completions", body | {"ignore_eos": True, "return_token_ids": True, "logprobs": 1}
 

@@ -20,8 +20,9 @@ KINDS = [
     for kind in get_args(Kind)
 ]
 
-LONG = 2000
-"""Tokens of a request that outlasts a sync, on a fast machine too."""
+LONG, SHORT = 2000, 40
+"""Tokens of a request that outlasts a sync, on a fast machine too; and of one that does not."""
+PROMPT = [11, 42, 7, 99]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -54,13 +55,18 @@ def test_requests_in_flight_end_on_the_version_that_they_began_with(fleet: LoRAF
     fleet.sync(fleet.save("old", 21))
     old = fleet.served().model
     path = fleet.save("new", 22)
-    before = fleet.begin(old, LONG)
+    before = fleet.begin(old, LONG, PROMPT)
     assert fleet.sync(path).status == "committed"
     new = fleet.served().model
     assert before.is_alive(), "it ended before the sync"
-    after = fleet.begin(new, 100)
-    assert before.all() == [token for token, _ in fleet.scores(old, LONG)]
-    assert after.all() == [token for token, _ in fleet.scores(new, 100)]
+    turn = len(before.tokens)  # those that follow are made after the commit
+    after = fleet.begin(new, SHORT, PROMPT)
+    made = before.all()
+    assert len(made) == LONG and turn < LONG - SHORT
+    for begin in (0, turn):  # not all of them at once: rounding differs with what else runs, and adds up
+        alone = fleet.scores(old, SHORT, [*PROMPT, *made[:begin]])
+        assert made[begin : begin + SHORT] == [token for token, _ in alone]
+    assert after.all() == [token for token, _ in fleet.scores(new, SHORT, PROMPT)]
 
 
 def test_a_broken_adapter_reaches_no_engine(fleet: LoRAFleet) -> None:
