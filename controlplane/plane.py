@@ -268,7 +268,7 @@ class ControlPlane(EngineCommands):
                 answer does not. Labels count for base weights alone: engines have one, whatever adapter made a token.
 
         Raises:
-            ConfigError: The answer says nothing of its weights, or not how many tokens it has.
+            ConfigError: The answer does not name its weights, or how many tokens it has.
             BusFaulted, BusClosed: Nothing is known of the fleet.
         """
         return self.bus.view().provenance(answer, replica=replica, model=model)

@@ -18,10 +18,10 @@ def labelled_tokens(answer: object, model: str = "") -> Sequences:
 
     Args:
         answer: As JSON decoded it, or the engine's own object; or a list of them.
-        model: Engine's name of the adapter's version that made it. Then labels of base weights say nothing of it.
+        model: Engine's name of the adapter's version that made it. Then the labels of base weights are ignored.
 
     Raises:
-        ConfigError: It says nothing of its weights, or not how many tokens it has.
+        ConfigError: It does not name its weights, or how many tokens it has.
     """
     if isinstance(answer, Sequence) and not isinstance(answer, str | bytes):
         return [sequence for part in answer for sequence in labelled_tokens(part, model)]

@@ -49,14 +49,12 @@ class FleetView:
         """Return which weights made each sequence of an engine's answer, and whether that is proven.
 
         Args:
-            answer: As JSON decoded it, or the engine's own object: SGLang's `/generate`, completions and chat, vLLM's
-                `RequestOutput` and `/inference/v1/generate`, verl's `TokenOutput`; or a list of them.
+            answer: As the engine gave it, see `ControlPlane.provenance`.
             replica: That made it; None if that is not known.
-            model: The engine's name of an adapter's version, such as `policy-v7`, if the request named one and the
-                answer does not. Labels count for base weights alone: engines have one, whatever adapter made a token.
+            model: The engine's name of the adapter's version, if the answer does not have it.
 
         Raises:
-            ConfigError: The answer says nothing of its weights, or not how many tokens it has.
+            ConfigError: The answer does not name its weights, or how many tokens it has.
         """
         model = model or model_of(answer)
         adapters = (used.adapter.model for known in self.state.adapters.values() for used in known.used)
