@@ -101,6 +101,13 @@ class LoRAFleet:
         wait_for("the first token of a request", lambda: request.tokens or not request.is_alive(), 60)
         return request
 
+    def rest(self) -> dict[str, str]:
+        """Wait until the engine lists the two wanted versions alone, and return them. So it has places for two more.
+
+        SGLang keeps the others for 5 s after it was found with a request on any of them.
+        """
+        return wait_for("two versions are held", lambda: found if len(found := self.listed()) == 2 else None, 60)
+
     def calls(self, route: str) -> int:
         """How often the server was asked for a route so far, as it says in its log."""
         log = self.folder / "state" / "server-0.0.log"
@@ -134,6 +141,7 @@ class InFlight(threading.Thread):
         super().__init__(daemon=True)
         self._kind, self._url, self._body = kind, url, body | {"stream": True}
         self.tokens: list[int] = []
+        self._limit: int | None = None
         self.start()
 
     def run(self) -> None:
@@ -145,6 +153,15 @@ class InFlight(threading.Thread):
                         self.tokens = chunk["output_ids"]  # all of them so far
                     else:
                         self.tokens += chunk["choices"][0]["token_ids"] or []
+                if self._limit is not None and len(self.tokens) >= self._limit:
+                    break  # closes its connection, and the engine aborts it
+
+    def cut_at(self, tokens: int) -> list[int]:
+        """Wait until it has that many tokens, close it, and return them."""
+        self._limit = tokens
+        made = self.all()
+        assert len(made) >= tokens, f"it ended with {len(made)} tokens"
+        return made[:tokens]
 
     def all(self) -> list[int]:
         """Wait for its end, and return its tokens."""

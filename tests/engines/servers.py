@@ -169,6 +169,7 @@ class Request(threading.Thread):
         super().__init__(daemon=True)
         self._kind, self._url, self._model, self._wanted = kind, url, model, tokens
         self.begun, self.made = threading.Event(), 0
+        self._ended = False
         self._error: Exception | None = None
         self.start()
 
@@ -190,6 +191,18 @@ class Request(threading.Thread):
         assert self.begun.wait(60), self
         return self
 
+    def goes_on(self, tokens: int = 8) -> None:
+        """Wait until it has that many more tokens."""
+        count = self.made + tokens
+        wait_for("more tokens", lambda: self.made >= count or self.ended)
+        assert self.made >= count, self
+
+    def end(self) -> None:
+        """Close its connection at the next token, so that the engine aborts it."""
+        self._ended = True
+        self.join(60)
+        assert self.ended, self
+
     def tokens(self) -> int:
         """Wait until it has ended, and return the number of its tokens."""
         self.join(60)
@@ -207,6 +220,8 @@ class Request(threading.Thread):
                     self.made = counted["completion_tokens"]
                     if self.made:
                         self.begun.set()
+                if self._ended:
+                    break
 
 
 def _request(kind: str, prompt: str, tokens: int, model: str) -> tuple[str, dict[str, Any]]:

@@ -36,15 +36,15 @@ from schemas.errors import EngineError
 from schemas.reports import SyncReport
 from tests.engines.models import save_model, save_weights, weights
 from tests.engines.reports import BUS
-from tests.engines.servers import AgentProcess, EngineServer, Process, wait_for
+from tests.engines.servers import VLLM_TOKENS, AgentProcess, EngineServer, Process, wait_for
 from workers.conformance.server_client import ServerClient
 
 EVERY_S: Final = 10.0
 PROBE: Final = [7 * place % 251 + 1 for place in range(300)]
 """A prompt of which engines cache most."""
 ANSWER: Final = 8
-FROZEN: Final = 1500
-"""Tokens of a request that outlasts a sync."""
+FROZEN: Final = {"vllm": VLLM_TOKENS - 100, "sglang": 3000}
+"""Tokens of a request that outlasts a sync, on a fast machine too."""
 ALWAYS: Final = 2
 """Requests that always run."""
 
@@ -137,9 +137,9 @@ class KeepFleet:
         answer = httpx.post(self.server.url + path, json=body, timeout=300)
         return dict(answer.raise_for_status().json())
 
-    def stream(self, prompt: Sequence[int], asked: int = FROZEN) -> Stream:
-        """Begin a request."""
-        return Stream(self.kind, self.server.url, prompt, asked)
+    def stream(self, prompt: Sequence[int]) -> Stream:
+        """Begin a request that outlasts a sync."""
+        return Stream(self.kind, self.server.url, prompt, FROZEN[self.kind])
 
 
 UNI: Final = ("--distributed-executor-backend", "uni")

@@ -1,6 +1,7 @@
 """Syncs with `in_flight="keep"` on real engines under requests that always run: what frozen and new requests get."""
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -8,9 +9,11 @@ import pytest
 
 from schemas.outcomes import Acted
 from tests.engines.reports import conclusions
-from tests.engines.soak import ANSWER, FROZEN, FROZEN_PROMPT, PROBE, KeepFleet, wrong_answers
+from tests.engines.soak import ANSWER, FROZEN_PROMPT, PROBE, KeepFleet, wrong_answers
 
 SYNCS = 3
+TRACED = {"vllm": 4000, "sglang": 1500}
+"""Tokens of a request that outlasts a sync, and is waited for."""
 
 
 @pytest.fixture(
@@ -28,6 +31,15 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def other(name: str) -> str:
     return "b" if name == "a" else "a"
+
+
+def goes_on(fleet: KeepFleet, made: Sequence[int], begin: int) -> bool:
+    """Whether the weights that are held go on as the request did, from a token on.
+
+    A few tokens at once: rounding differs with what else runs, and adds up.
+    """
+    stretch = list(made[begin : begin + ANSWER])
+    return fleet.answer([*FROZEN_PROMPT, *made[:begin]], len(stretch)) == stretch
 
 
 def test_syncs_in_a_row_are_committed_under_requests_that_always_run(fleet: KeepFleet) -> None:
@@ -55,15 +67,14 @@ def test_a_frozen_request_is_of_the_old_weights_up_to_one_token_and_of_the_new_o
     made = frozen.tokens[: ended + 2 * ANSWER]
     frozen.end()
     fleet.sync(old).raise_unless_committed()
-    alone = fleet.answer(FROZEN_PROMPT, len(made))
-    turn = next(place for place, (seen, by_old) in enumerate(zip(made, alone, strict=True)) if seen != by_old)
-    assert turn >= began
+    turn = bisect_left(range(began, ended), True, key=lambda at: not goes_on(fleet, made[: at + 1], at)) + began
+    assert goes_on(fleet, made[:turn], 0) and goes_on(fleet, made[:turn], turn - ANSWER)
     fleet.sync(new).raise_unless_committed()
-    assert fleet.answer([*FROZEN_PROMPT, *made[:turn]], len(made) - turn) == made[turn:]
+    assert goes_on(fleet, made, turn) and goes_on(fleet, made, ended)
 
 
 def test_each_token_of_a_frozen_request_is_traced_to_the_version_that_made_it(fleet: KeepFleet) -> None:
-    old, new, count = fleet.held, other(fleet.held), FROZEN
+    old, new, count = fleet.held, other(fleet.held), TRACED[fleet.kind]
     with ThreadPoolExecutor(1) as asking:
         answer = asking.submit(fleet.whole, FROZEN_PROMPT, count)
         beside = fleet.stream(FROZEN_PROMPT)
@@ -78,9 +89,9 @@ def test_each_token_of_a_frozen_request_is_traced_to_the_version_that_made_it(fl
     assert (first.proof, last.proof, sample.staleness) == ("proven", "proven", 1)
     assert not fleet.plane.accepts(sample, mixed=False) and fleet.plane.accepts(sample, max_staleness=1)
     turn = last.begin
-    assert fleet.answer([*FROZEN_PROMPT, *made[:turn]], ANSWER) == made[turn : turn + ANSWER], "made by the new weights"
+    assert goes_on(fleet, made, turn), "made by the new weights"
     fleet.sync(old).raise_unless_committed()
-    assert fleet.answer(FROZEN_PROMPT, turn) == made[:turn], "made by the old weights"
+    assert goes_on(fleet, made[:turn], max(0, turn - ANSWER)), "made by the old weights"
 
 
 def test_a_cached_prompt_is_answered_by_the_weights_that_are_loaded_after_a_pause_by_hand(fleet: KeepFleet) -> None:
