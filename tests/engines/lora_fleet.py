@@ -102,11 +102,11 @@ class LoRAFleet:
         return request
 
     def rest(self) -> dict[str, str]:
-        """Wait until the engine lists the two wanted versions alone, and return them. So it has places for two more.
+        """Wait until the engine lists the wanted versions alone, two at most, and return them: two more have places.
 
         SGLang keeps the others for 5 s after it was found with a request on any of them.
         """
-        return wait_for("two versions are held", lambda: found if len(found := self.listed()) == 2 else None, 60)
+        return wait_for("two versions are held", lambda: found if len(found := self.listed()) <= 2 else None, 60)
 
     def calls(self, route: str) -> int:
         """How often the server was asked for a route so far, as it says in its log."""
@@ -165,7 +165,7 @@ class InFlight(threading.Thread):
 
     def all(self) -> list[int]:
         """Wait for its end, and return its tokens."""
-        self.join(120)
+        self.join(400)
         assert not self.is_alive()
         return self.tokens
 

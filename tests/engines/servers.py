@@ -5,6 +5,7 @@ Everything here waits for a condition, with a limit after which the test fails a
 
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -30,11 +31,12 @@ T = TypeVar("T")
 
 
 def free_port() -> int:
-    """Return a port of the loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port of the loopback that is free now, and that no outgoing connection takes until it is bound."""
+    while True:
+        port = random.randrange(20_000, 32_000)  # below what Linux gives out by itself
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_for(what: str, holds: Callable[[], T | None], limit_s: float = 60.0) -> T:
@@ -159,7 +161,7 @@ def generate(kind: str, url: str, prompt: list[int], tokens: int, model: str) ->
     named = "prompt" if kind == "vllm" else "text"
     del body[named]
     body |= {"prompt" if kind == "vllm" else "input_ids": prompt}
-    httpx.post(url + path, json=body, timeout=60).raise_for_status()
+    httpx.post(url + path, json=body, timeout=300).raise_for_status()  # an engine may write a trace first
 
 
 class Request(threading.Thread):
@@ -281,7 +283,7 @@ def probed(url: str) -> tuple[int, dict[str, Any]]:
 
 
 class Proxy:
-    """A TCP proxy in front of a server. `on[path]` is called once, when a request for that path has been passed on."""
+    """A TCP proxy in front of a server. `on[path]` is called once, before a request for that path is passed on."""
 
     def __init__(self, port: int) -> None:
         self._server_port = port
@@ -312,10 +314,10 @@ class Proxy:
     def _pass_on(self, source: socket.socket, sink: socket.socket, watched: bool) -> None:
         with suppress(OSError):
             while data := source.recv(65536):
-                sink.sendall(data)
                 request = re.match(rb"[A-Z]+ (/[^ ?]*)", data) if watched else None
                 if request and (act := self.on.pop(request[1].decode(), None)) is not None:
                     act()
+                sink.sendall(data)
         for end in (source, sink):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

@@ -54,7 +54,7 @@ class SGLangFleet:
 
     def label(self) -> str:
         """Which weights the engine says that it serves."""
-        return str(httpx.get(f"{self.urls[0]}/model_info").json()["weight_version"])
+        return str(httpx.get(f"{self.urls[0]}/model_info", timeout=60).json()["weight_version"])
 
     def request(self, tokens: int) -> Request:
         """One to the replica."""
@@ -62,7 +62,8 @@ class SGLangFleet:
 
     def slow_down(self, seconds: float) -> None:
         """Make each forward last longer."""
-        httpx.post(f"{self.urls[0]}/slow_down", json={"forward_sleep_time": seconds or None}).raise_for_status()
+        body = {"forward_sleep_time": seconds or None}
+        httpx.post(f"{self.urls[0]}/slow_down", json=body, timeout=60).raise_for_status()
 
     def rest(self) -> None:
         """A test that fails half way must not leave the next one an engine that is paused, asleep or slow."""

@@ -107,7 +107,7 @@ class KeepFleet:
         assert self.expected["a"] != self.expected["b"]
         load = [sys.executable, "-m", "tests.engines.soak", kind, "--load", self.server.url]
         self.load = open_.enter_context(Process(load, folder / "load.log", cwd=Path(__file__).parents[2]))
-        wait_for("requests always run", lambda: "begun" in self.load.output)
+        wait_for("requests always run", lambda: "begun" in self.load.output, 180)
 
     def sync(self, name: str, timeout: float = 60.0) -> SyncReport:
         """Sync to the weights of that name, under whatever runs."""
@@ -134,7 +134,7 @@ class KeepFleet:
             sampling |= {"max_new_tokens": asked}
             body = {"input_ids": list(prompt), "sampling_params": sampling}
         path = "/inference/v1/generate" if self.kind == "vllm" else "/generate"
-        answer = httpx.post(self.server.url + path, json=body, timeout=300)
+        answer = httpx.post(self.server.url + path, json=body, timeout=400)
         return dict(answer.raise_for_status().json())
 
     def stream(self, prompt: Sequence[int]) -> Stream:

@@ -22,7 +22,7 @@ def judged(kind: str, url: str, folder: Path) -> tuple[int, dict[str, str]]:
     """Run the kit against a server. Returns its exit code, and the row of each operation."""
     where = ("--url", url, "--checkpoints", folder, "--traces", folder / "traces", "--up-within", "60")
     words = ("conform", "--engine", kind, *where, "--load", "a", "--load", "b", "--yes")
-    done = python("-m", "controlplane.cli", *words, env={"COLUMNS": "200"}, timeout_s=400)
+    done = python("-m", "controlplane.cli", *words, env={"COLUMNS": "200"}, timeout_s=800)
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     rows = {found[1]: line for line in lines if (found := re.match("(.+?) (passed|failed|not offered) ", line))}
     assert set(rows) == ALL, done.stdout + done.stderr
@@ -30,7 +30,7 @@ def judged(kind: str, url: str, folder: Path) -> tuple[int, dict[str, str]]:
 
 
 @pytest.mark.engine_vllm
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1000)
 def test_vllm_conforms_but_for_what_it_makes_while_it_wakes(tmp_path: Path) -> None:
     """Waking the last region un-pauses its scheduler. No route prevents that: the backend can only pause it again."""
     save_model(tmp_path / "a", 1)
@@ -45,7 +45,7 @@ def test_vllm_conforms_but_for_what_it_makes_while_it_wakes(tmp_path: Path) -> N
 
 
 @pytest.mark.engine_sglang
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1000)
 def test_sglang_conforms(tmp_path: Path) -> None:
     save_model(tmp_path / "a", 1)
     save_weights(tmp_path / "b", weights(2))

@@ -22,7 +22,7 @@ ENDLESS = VLLM_TOKENS - 100
 @pytest.fixture
 def gateway(vllm_fleet: VLLMFleet) -> Iterator[Gateway]:
     engines = [vllm_fleet.first.url, vllm_fleet.second_url]
-    served = Gateway(vllm_fleet.plane, replicas=2, checkpoints=vllm_fleet.folder, engines=engines, timeout_s=30)
+    served = Gateway(vllm_fleet.plane, replicas=2, checkpoints=vllm_fleet.folder, engines=engines, timeout_s=60)
     with on_a_thread(served.serve):
         yield served
     vllm_fleet.version = vllm_fleet.plane.status().version  # the fleet's other tests count on from here
@@ -38,7 +38,7 @@ def tokens(gateway: Gateway, fleet: VLLMFleet) -> list[list[int]]:
 def test_prime_rl_moves_both_servers_while_a_request_streams_through_the_gateway(
     gateway: Gateway, vllm_fleet: VLLMFleet
 ) -> None:
-    trainer = PrimeRL([f"{url}/v1" for url in gateway.base_urls()], timeout_s=60)
+    trainer = PrimeRL([f"{url}/v1" for url in gateway.base_urls()], timeout_s=120)
     asyncio.run(trainer.wait_for_ready(vllm_fleet.first.model))
     asyncio.run(trainer.update_weights(vllm_fleet.folder / "b"))
     second = tokens(gateway, vllm_fleet)

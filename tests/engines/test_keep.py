@@ -62,12 +62,16 @@ def test_a_frozen_request_is_of_the_old_weights_up_to_one_token_and_of_the_new_o
     frozen.grows_to(20)
     began = len(frozen.tokens)
     fleet.sync(new).raise_unless_committed()
+    fleet.answer(PROBE)  # by then all of the old weights have come
     ended = len(frozen.tokens)
     frozen.grows_to(ended + 2 * ANSWER)
     made = frozen.tokens[: ended + 2 * ANSWER]
     frozen.end()
     fleet.sync(old).raise_unless_committed()
-    turn = bisect_left(range(began, ended), True, key=lambda at: not goes_on(fleet, made[: at + 1], at)) + began
+    places = range(began - ANSWER, ended + ANSWER)
+    last_alone = places[bisect_left(places, True, key=lambda at: not goes_on(fleet, made, at)) - 1]
+    turn = last_alone + ANSWER
+    assert began <= turn <= ended
     assert goes_on(fleet, made[:turn], 0) and goes_on(fleet, made[:turn], turn - ANSWER)
     fleet.sync(new).raise_unless_committed()
     assert goes_on(fleet, made, turn) and goes_on(fleet, made, ended)

@@ -86,7 +86,7 @@ class Bench(ABC):
         acted(self.plane.start_profile(self.step, plan, replicas=[replica]).wait(), f"{replica}.0")
 
     def stop(self, plan: ProfilePlan, replica: int = 0) -> list[Acted]:
-        stopped = self.plane.stop_profile(self.step, replicas=[replica], timeout=120).wait()
+        stopped = self.plane.stop_profile(self.step, replicas=[replica], timeout=300).wait()
         return [acted(stopped, f"{replica}.0")]
 
     def first(self, plan: ProfilePlan, replica: int = 0) -> tuple[Acted, list[Found]]:
@@ -472,7 +472,7 @@ def test_a_trace_that_takes_long_is_reported_late_and_blocks_no_other_agent(benc
     bench.start(ProfilePlan())
     bench.work()
     bench.fleet.proxy.on["/stop_profile"] = bench.fleet.first.freeze
-    late = failed(bench.plane.stop_profile(bench.step, replicas=[0], timeout=2).wait())
+    late = failed(bench.plane.stop_profile(bench.step, replicas=[0], timeout=12).wait())
     assert late.error is ErrorKind.ENGINE_TIMEOUT
     flushed = bench.plane.flush(timeout=5).wait()
     assert failed(flushed).error is ErrorKind.ENGINE_BUSY and isinstance(conclusions(flushed)["1.0"], Acted)

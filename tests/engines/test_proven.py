@@ -18,7 +18,7 @@ from schemas.identity import Identity, InFlight
 from schemas.safetensors.manifest import build_manifest
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
 from tests.engines.releases import save_tensor
-from tests.engines.servers import Process, answers, free_port, wait_for
+from tests.engines.servers import UP_S, Process, answers, free_port, wait_for
 from tests.environments import python
 from workers.engines import http, observed
 from workers.engines.probe import probe
@@ -120,7 +120,7 @@ async def test_a_pause_by_a_route_that_reads_nothing_is_no_pause_as_it_was_asked
 
 
 def read(url: str) -> Any:
-    return httpx.get(url).json()
+    return httpx.get(url, timeout=60).json()
 
 
 @pytest.fixture
@@ -129,12 +129,12 @@ def shadowed(tmp_path: Path) -> Iterator[str]:
     script = Path(__file__).with_name("shadowed_vllm.py")
     with Process([str(python("vllm")), str(script), str(port)], tmp_path / "server.log") as process:
         url = f"http://127.0.0.1:{port}"
-        wait_for("the server answers", lambda: process.process.poll() is None and answers(f"{url}/version"), 120)
+        wait_for("the server answers", lambda: process.process.poll() is None and answers(f"{url}/version"), UP_S)
         yield url
 
 
 @pytest.mark.engine_vllm
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("mode", ["wait", "keep"])
 async def test_prime_rls_second_pause_hides_nothing_of_the_real_vllms(
     tmp_path: Path, shadowed: str, mode: InFlight

@@ -206,7 +206,8 @@ async def test_requests_go_to_registered_workers(router: RouterProcess, worker: 
         (worker_id,) = router.workers(worker).values()
         assert router.add(worker.url) == worker_id
         await bring(place, False)
-        assert router.workers(worker) == {} and router.generate().status_code == 503
+        assert router.workers(worker) == {}
+        await until(lambda: router.generate().status_code == 503)
         await bring(place, False)
         await bring(place, True)
         assert router.workers(worker)[worker.url] != worker_id
@@ -239,7 +240,7 @@ async def test_a_worker_is_added_only_once_it_is_healthy(router: RouterProcess, 
 
 @pytest.mark.engine_sglang
 async def test_a_router_with_a_key_that_gives_up_on_a_worker(worker: Worker, tmp_path: Path) -> None:
-    with RouterProcess(tmp_path, "--worker-startup-timeout-secs", "2", key="router-key") as guarded:
+    with RouterProcess(tmp_path, "--worker-startup-timeout-secs", "6", key="router-key") as guarded:
         async with placed(guarded, worker, key="another") as place:
             with pytest.raises(CallRefused, match="/workers answered 401"):
                 await bring(place, True)

@@ -3,6 +3,7 @@
 What a pause or an abort does to requests is judged by `rolloutctl conform` (test_conformance_servers.py).
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -24,6 +25,9 @@ from tests.engines.servers import answers, free_port, probed, wait_for
 from tests.engines.sglang_fleet import SGLangFleet
 
 pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(480)]
+
+RECORDED_S = 8.0
+"""Of forwards, with stacks. On a fast machine too, SGLang writes them for longer than a stop may take."""
 
 
 @pytest.fixture
@@ -141,13 +145,13 @@ def test_broadcast_that_is_not_for_it_or_of_another_model_is_refused(fleet: SGLa
 
 def test_flush_is_repeated_until_requests_have_ended(fleet: SGLangFleet) -> None:
     fleet.slow_down(0.05)
-    request = fleet.request(200).running()
-    refused = failed(fleet.plane.flush(replicas=[0], timeout=2).wait())
+    request = fleet.request(600).running()
+    refused = failed(fleet.plane.flush(replicas=[0], timeout=12).wait())
     assert refused.error is ErrorKind.REFUSED and "400" in refused.message
     assert not request.ended
     fleet.slow_down(0)
     acted(fleet.plane.flush(replicas=[0], timeout=60).wait())
-    assert request.tokens() == 200
+    assert request.tokens() == 600
 
 
 def test_memory_is_released_and_restored_by_tags(fleet: SGLangFleet) -> None:
@@ -170,9 +174,10 @@ def test_trace_that_blocks_the_scheduler_is_reported_by_the_deadline_and_stops_n
 ) -> None:
     """Stacks of an idle scheduler, which spins: some seconds of it take SGLang a minute to write."""
     acted(fleet.plane.start_profile(90, ProfilePlan(with_stack=True), replicas=[0]).wait())
-    for _ in range(3):
+    until = time.monotonic() + RECORDED_S
+    while time.monotonic() < until:
         fleet.tokens(60)
-    late = failed(fleet.plane.stop_profile(90, replicas=[0], timeout=3).wait())
+    late = failed(fleet.plane.stop_profile(90, replicas=[0], timeout=6).wait())
     assert late.error is ErrorKind.ENGINE_TIMEOUT
     flushed = fleet.plane.flush(timeout=5).wait()
     assert failed(flushed).error is ErrorKind.ENGINE_BUSY

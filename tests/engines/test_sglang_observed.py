@@ -58,7 +58,7 @@ def held(server: EngineServer) -> tuple[object, ...]:
     info, model = (httpx.get(server.url + path, timeout=30).json() for path in ("/server_info", "/model_info"))
     info.pop("internal_states")  # holds the load of this moment
     metrics = httpx.get(f"{server.url}/metrics/", follow_redirects=True, timeout=30).text
-    return info, model, COUNTED.findall(metrics), httpx.get(f"{server.url}/ready").status_code
+    return info, model, COUNTED.findall(metrics), httpx.get(f"{server.url}/ready", timeout=60).status_code
 
 
 def test_a_torn_fleet_and_an_endless_pause_are_found_and_the_engines_are_as_they_were(

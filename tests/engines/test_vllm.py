@@ -55,7 +55,7 @@ def test_weights_change_exactly_when_they_are_synced_and_the_label_follows(fleet
     changed = fleet.tokens()
     assert changed[0] == changed[1] != launched[0]
     for url in (fleet.first.url, fleet.second_url):
-        assert httpx.get(f"{url}/weight_info").json() == {"weight_version": str(fleet.version)}
+        assert httpx.get(f"{url}/weight_info", timeout=60).json() == {"weight_version": str(fleet.version)}
     loads = conclusions(report.phases[1])
     digests = {load.digest for load in loads.values() if isinstance(load, Acted)}
     assert len(digests) == 1 and str(*digests).startswith("vllm:")  # both engines hold the same tensors
@@ -66,7 +66,7 @@ def test_weights_change_exactly_when_they_are_synced_and_the_label_follows(fleet
 def test_replica_that_loaded_goes_back_when_too_few_did(fleet: VLLMFleet) -> None:
     before = fleet.tokens()
     fleet.proxy.on["/collective_rpc"] = fleet.first.freeze
-    report = fleet.sync("b", quorum=2, timeout=6)
+    report = fleet.sync("b", quorum=2, timeout=12)
     assert report.status == "aborted"
     assert failed(report.phases[1]).error is ErrorKind.ENGINE_TIMEOUT
     assert isinstance(conclusions(report.phases[1])["1.0"], Acted)  # it had loaded, and went back
@@ -91,12 +91,12 @@ def test_discarded_weights_are_loaded_again_before_anybody_is_served(fleet: VLLM
 
 def test_a_hung_server_is_reported_by_the_deadline_and_the_other_continues(fleet: VLLMFleet) -> None:
     fleet.proxy.on["/collective_rpc"] = fleet.first.freeze
-    report = fleet.sync("b", quorum=1, timeout=6)
+    report = fleet.sync("b", quorum=1, timeout=12)
     # Out of service by the commit, or not heard of any more when it was made: that depends on who answers first.
     assert report.status == "committed" and report.quarantined + report.unproven == (0,)
     assert failed(report.phases[1]).error is ErrorKind.ENGINE_TIMEOUT
     assert failed(fleet.plane.flush(replicas=[0], timeout=5).wait()).error is ErrorKind.ENGINE_BUSY
-    served = httpx.get(f"{fleet.second_url}/weight_info").json()
+    served = httpx.get(f"{fleet.second_url}/weight_info", timeout=60).json()
     assert served == {"weight_version": str(fleet.version)}
     fleet.first.thaw()
     wait_for("the call has ended", lambda: fleet.status("0.0").activity is None)
@@ -115,7 +115,7 @@ def test_server_killed_during_an_update_is_out_of_service_and_serves_the_committ
     fleet.first.start()
     fleet.first.wait_up()
     fleet.wait_ready()
-    assert httpx.get(f"{fleet.first.url}/weight_info").json() == {"weight_version": str(fleet.version)}
+    assert httpx.get(f"{fleet.first.url}/weight_info", timeout=60).json() == {"weight_version": str(fleet.version)}
     assert len(set(map(tuple, fleet.tokens()))) == 1
 
 
@@ -129,7 +129,7 @@ def test_a_launched_server_is_restarted_and_ends_with_its_agent(fleet: VLLMFleet
     server.send_signal(signal.SIGKILL)
     wait_for("its agent sees that it is gone", lambda: not fleet.status("1.0").ready)
     fleet.wait_ready()
-    assert httpx.get(f"{fleet.second_url}/weight_info").json() == {"weight_version": str(fleet.version)}
+    assert httpx.get(f"{fleet.second_url}/weight_info", timeout=60).json() == {"weight_version": str(fleet.version)}
     assert fleet.tokens() == before
     family = agent.family()
     agent.process.send_signal(signal.SIGKILL)

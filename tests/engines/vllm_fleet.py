@@ -83,7 +83,7 @@ class VLLMFleet:
 
     def wait_ready(self) -> None:
         """Until all agents can be commanded."""
-        self.plane.wait_for_agents(2, timeout=120).wait()
+        self.plane.wait_for_agents(2, timeout=300).wait()
 
     def rest(self) -> None:
         """A test that fails half way must not leave the next one an engine that is paused, asleep or frozen."""

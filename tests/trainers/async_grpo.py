@@ -95,7 +95,7 @@ def train(plane: ControlPlane, urls: dict[int, str], tokenizer: Any) -> dict[str
     return {
         "versions": versions,
         "committed": [transfer.report.version, list(transfer.report.loaded)],
-        "labels": [httpx.get(f"{url}/weight_info").json()["weight_version"] for url in urls.values()],
+        "labels": [httpx.get(f"{url}/weight_info", timeout=60).json()["weight_version"] for url in urls.values()],
         "adapters": [sorted(card["id"] for card in models_of(url) if card["parent"]) for url in urls.values()],
         "base": base_of(trainer.model) if LORA else None,
         **compare(plane, urls, trained_of(plane, trainer.model), tokenizer),
@@ -103,7 +103,7 @@ def train(plane: ControlPlane, urls: dict[int, str], tokenizer: Any) -> dict[str
 
 
 def models_of(url: str) -> list[dict[str, Any]]:
-    return list(httpx.get(f"{url}/v1/models").json()["data"])
+    return list(httpx.get(f"{url}/v1/models", timeout=60).json()["data"])
 
 
 def base_of(model: Any) -> bool:

@@ -22,7 +22,9 @@ SHORT: Final = 8
 LONG_S: Final = 2.0
 """Seconds that a request lasts which is to be running when a call comes."""
 LONG_MAX: Final = 1024
-"""Most tokens of such a request. Halved until the engine accepts it."""
+"""Most tokens of the first such request. Halved until the engine accepts it."""
+LENGTHENED_MAX: Final = 16_384
+"""Most tokens of one that is tried again because it ended before the call came."""
 ROUNDS: Final = 10
 """Times that a request is looked at while it may still hand out what it made before a pause."""
 OBSERVE_S: Final = 10.0
@@ -201,7 +203,7 @@ class EngineUnderTest:
 
     def lengthen(self) -> None:
         """Have long requests last longer: the last one ended before a call came."""
-        self.long = min(LONG_MAX, 2 * self.long)
+        self.long = min(LENGTHENED_MAX, 2 * self.long)
 
     async def end(self, *requests: ClientRequest) -> None:
         with anyio.move_on_after(self._setup.request_s):
@@ -252,6 +254,12 @@ class EngineUnderTest:
         request = await self.begin_long()
         await self.end(request)
         return first, len(request.tokens)
+
+    async def has_ended(self, request: ClientRequest) -> bool:
+        """Return whether a request that the engine has ended ends for its client too, which may be a while behind."""
+        with anyio.move_on_after(ROUNDS * self.silence_s):
+            await request.over.wait()
+        return request.ended
 
     async def is_silent(self, request: ClientRequest) -> bool:
         for _ in range(ROUNDS):

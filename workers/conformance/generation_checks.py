@@ -38,6 +38,8 @@ class GenerationChecks:
             await engine.perform(events.Pause(mode))
             at_return = len(request.tokens)
             observed = await engine.observe(f"paused ({mode})")
+            if mode != "keep":
+                await engine.has_ended(request)
             silent, ended = await engine.is_silent(request), request.ended
             counted = (await engine.observe("paused")).generated
             late = await engine.late()
@@ -87,7 +89,7 @@ class GenerationChecks:
         for _ in range(ATTEMPTS):
             request = await engine.begin_long()
             await engine.perform(events.Abort())
-            await engine.is_silent(request)
+            await engine.has_ended(request)
             if len(request.tokens) < request.asked:
                 break
             engine.lengthen()
@@ -134,7 +136,7 @@ class GenerationChecks:
             except EngineError as raised:
                 error = str(raised)
         # The client may get its last tokens after the engine has made them.
-        holds = bool(error) or (await engine.is_silent(request) and len(request.tokens) == request.asked)
+        holds = bool(error) or (await engine.has_ended(request) and len(request.tokens) == request.asked)
         if Operation.ABORT in engine.operations:
             await engine.perform(events.Abort())
         await engine.perform(events.Pause("abort"))
