@@ -253,7 +253,8 @@ def environment(kind: str) -> dict[str, str]:
     offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     if kind == "vllm":
         # Its engine core spins while a worker computes, and on two cores starves the thread that hands out tokens.
-        offline |= {"VLLM_USE_SPINLOOP_EXT": "1"}
+        # One that was frozen for a while must read the request that came meanwhile, not close its connection.
+        offline |= {"VLLM_USE_SPINLOOP_EXT": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300"}
         return offline | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     return offline | {"SGLANG_USE_CPU_ENGINE": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(STANDINS)}
 
