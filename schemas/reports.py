@@ -314,6 +314,12 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
         return [f"{text}{until}" for text, until in zip_longest(self.open, left, fillvalue="")]
 
     @property
+    def served_lines(self) -> list[str]:
+        """The adapters that are served, and the samples that were judged."""
+        samples = [self.samples.line] if self.samples is not None else []
+        return [*(f"adapter {adapter.line}" for adapter in self.adapters), *samples]
+
+    @property
     def stalled(self) -> "FleetStatus":
         """The same with only those agents that something waits for, that are busy, or that are not fit to serve."""
         kept = (

@@ -152,8 +152,8 @@ def _print_fleet(fleet: FleetStatus) -> None:
     for line in fleet.warnings:
         console.print(one_line(line), style="red", soft_wrap=True, highlight=False, markup=False)
     console.show(fleet_table(fleet))
-    for line in fleet.open_lines:
-        console.print(one_line(f"open: {line}"), soft_wrap=True, highlight=False, markup=False)
+    for line in (*fleet.served_lines, *(f"open: {text}" for text in fleet.open_lines)):
+        console.print(one_line(line), soft_wrap=True, highlight=False, markup=False)
     for failure in fleet.failures:
         console.print(one_line(failure.line), style="red", soft_wrap=True, highlight=False, markup=False)
 

@@ -169,7 +169,7 @@ def top_screen(fleet: FleetStatus, view: TopView, width: int, height: int) -> Gr
     foot += [_line(_asked(view), "bold yellow")] if view.question is not None else []
     foot += [_line(_keys_line(fleet, view, width), "reverse")]
     room = height - len(head) - len(foot) - 1
-    lists = [*_selected_lines(fleet, view, width), *_adapter_lines(fleet), *_open_lines(fleet), *_failure_lines(fleet)]
+    lists = [*_selected_lines(fleet, view, width), *_served_lines(fleet), *_open_lines(fleet), *_failure_lines(fleet)]
     lists = lists[: max(0, room - min(len(fleet.agents), ROWS_MIN))]
     table, rows = _agents(fleet, view, width, max(1, room - len(lists)))
     return Group(*head, table, *lists, *[Text("")] * (room - rows - len(lists)), *foot)
@@ -215,9 +215,8 @@ def _selected_lines(fleet: FleetStatus, view: TopView, width: int) -> list[Text]
     return _list(texts, "bold", 2 * LINES_MAX)
 
 
-def _adapter_lines(fleet: FleetStatus) -> list[Text]:
-    lines = [f"adapter {adapter.line}" for adapter in fleet.adapters]
-    return _list([*lines, *([fleet.samples.line] if fleet.samples is not None else [])], "cyan")
+def _served_lines(fleet: FleetStatus) -> list[Text]:
+    return _list(fleet.served_lines, "cyan")
 
 
 def _open_lines(fleet: FleetStatus) -> list[Text]:

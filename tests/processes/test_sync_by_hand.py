@@ -16,9 +16,10 @@ from controlplane.cli.replay_log import replay_log
 from controlplane.record.log import RunLog
 from schemas.errors import CommandError
 from schemas.transport.keys import KeySource
+from tests.engines.tiny_lora import lora
 from tests.processes.test_agent_process import QUICK, Node
 from tests.running import typed
-from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
+from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, save_adapter, weights
 from workers.engines.tiny.server import TinyClient
 
 
@@ -83,3 +84,27 @@ def test_the_fleet_is_brought_to_a_checkpoint_by_hand(tmp_path: Path) -> None:
     shown = typed("log", "show", log).stdout
     assert "asked by an operator for a sync to the next version from first" in shown
     assert "asked for a sync to the next version from first" in shown
+
+
+def test_an_adapter_is_synced_shown_and_dropped_by_hand(tmp_path: Path) -> None:
+    for number in (1, 2):
+        save_adapter(lora(number), 1.0, tmp_path / f"adapters/step_{number}")
+    with (
+        ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK, checkpoints=tmp_path) as plane,
+        Node(plane.address, tmp_path, 0, 0),
+    ):
+
+        def at_bus(*words: str) -> CompletedProcess[str]:
+            return typed(words[0], "--bus", plane.address, *words[1:])
+
+        plane.wait_for_agents(1, timeout=60).wait()
+        for number in (1, 2):
+            done = at_bus("sync", "--adapter", "policy", f"adapters/step_{number}")
+            assert done.returncode == 0 and done.stdout.startswith(f"adapter policy v{number} committed on replica 0")
+            assert f"adapter policy v{number} (policy-v{number}) on replica 0" in at_bus("status").stdout.splitlines()
+        again = at_bus("sync", "--adapter", "policy", "adapters/step_1")
+        assert again.returncode == 3 and "Write each version to a directory of its own" in again.stderr
+        (served,) = json.loads(at_bus("status", "--json").stdout)["adapters"]
+        assert (served["model"], served["path"], served["replicas"]) == ("policy-v2", "adapters/step_2", [0])
+        assert at_bus("drop-adapter", "policy").returncode == 0
+        assert "\nadapter " not in at_bus("status").stdout and plane.adapters() == {}

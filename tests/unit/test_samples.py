@@ -17,6 +17,7 @@ from controlplane.record.log import RunLog
 from controlplane.report.collect import collect
 from controlplane.report.page import write_page
 from controlplane.samples import KINDS_MAX, SampleCounts
+from tests.running import typed
 from tests.unit.small_bus import PRIMARY, Engine
 from tests.unit.test_plane import ADDRESS, QUICK, agents, checkpoint
 from tests.waiting import wait_until
@@ -45,9 +46,9 @@ def judged(tmp_path: Path) -> Path:
         assert plane.accepts(unknown, unproven=True)
         plane.step(3)
         value = registry.get_sample_value
-        assert str(plane.status()).splitlines()[1] == (
-            "  samples: 3 accepted, 4 refused; the newest 0.8 versions behind"
-        )
+        judged = "samples: 3 accepted, 4 refused; the newest 0.8 versions behind"
+        assert str(plane.status()).splitlines()[1] == f"  {judged}"
+        assert judged in typed("status", "--bus", plane.address).stdout.splitlines()
         wait_until(lambda: value("rolloutctl_sample_tokens_total", {"behind": "1", "result": "refused"}) == 70)
         assert value("rolloutctl_sample_tokens_total", {"behind": "more", "result": "accepted"}) == 10
         assert value("rolloutctl_sample_tokens_total", {"behind": "3", "result": "accepted"}) == 0
