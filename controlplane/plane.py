@@ -243,7 +243,8 @@ class ControlPlane(EngineCommands):
         `agent_timeout_ms`. Version 0 is what the engine was launched with. Replicas that never sync are left out.
 
         Raises:
-            BusFaulted, BusClosed: The bus has stopped, and what the replicas serve is not known.
+            BusHeldUp: Its log takes no record, and so what the replicas serve is not known. The bus may go on.
+            BusFaulted, BusClosed: It has stopped.
         """
         return self.bus.view().serving
 

@@ -30,6 +30,7 @@ from schemas.errors import BusAddressError as BusAddressError
 from schemas.errors import BusClosed as BusClosed
 from schemas.errors import BusError as BusError
 from schemas.errors import BusFaulted as BusFaulted
+from schemas.errors import BusHeldUp as BusHeldUp
 from schemas.errors import BusOverloaded as BusOverloaded
 from schemas.errors import BusUnreachable as BusUnreachable
 from schemas.errors import CheckpointError as CheckpointError

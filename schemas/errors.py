@@ -13,6 +13,7 @@
     ├── BusError
     │   ├── BusClosed
     │   ├── BusFaulted
+    │   │   └── BusHeldUp
     │   ├── BusOverloaded
     │   ├── BusUnreachable
     │   ├── KeyRefused
@@ -80,6 +81,10 @@ class BusClosed(BusError):
 
 class BusFaulted(BusError):
     """The log can't be written, or took no record in time; or the bus itself has failed. The message says which."""
+
+
+class BusHeldUp(BusFaulted):
+    """Nothing is known of the fleet while the log takes no record. The bus goes on with it, and ends after a lease."""
 
 
 class BusOverloaded(BusError):

@@ -12,7 +12,7 @@ from typing import Final
 from controlplane.bus.callers import REASON_MAX, Callers
 from controlplane.tickets import FOREVER_US
 from schemas.config import BusConfig
-from schemas.errors import BusFaulted, LogError
+from schemas.errors import BusFaulted, BusHeldUp, LogError
 from schemas.logs import logger_of
 
 logger = logger_of("bus")
@@ -74,9 +74,9 @@ class TurnClock:
         return f"{hold_up}, and the bus has stopped: it needs a new start" if hold_up else str(fault)[:REASON_MAX]
 
     def require_news(self) -> None:
-        """Raise BusFaulted if the state of the bus is so old that it says nothing about the fleet."""
+        """Raise BusHeldUp if the state of the bus is so old that it says nothing about the fleet."""
         if self._took_us > self._timeout_us:
-            raise BusFaulted(f"nothing is known about the fleet: {self.hold_up}")
+            raise BusHeldUp(f"nothing is known about the fleet: {self.hold_up}")
 
     def watch(self, callers: Callers, fault: Callable[[Exception], BusFaulted]) -> None:
         """End what must end in time. Called now and then by a thread of its own."""

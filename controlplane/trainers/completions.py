@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import httpx
 
-from schemas.errors import AgentsMissing, ConfigError, EngineError
+from schemas.errors import AgentsMissing, BusHeldUp, ConfigError, EngineError
 from schemas.formatting import format_replicas
 from schemas.logs import logger_of
 from schemas.reports import AdapterStatus
@@ -106,7 +106,7 @@ class CompletionsClient:
 
     def _meet_all(self) -> None:
         """Learn the models' names; say at once which URL is wrong."""
-        serving = sorted(self._serving())
+        serving = sorted(_known(self._serving) or {})
         if missing := [replica for replica in serving if replica not in self._urls]:
             raise ConfigError(f"urls: {format_replicas(missing)} has no URL; there are {self._urls}")
         for replica in serving:
@@ -147,10 +147,10 @@ class CompletionsClient:
 
     def _holders(self, adapter: NewestAdapter | None) -> tuple[list[int], dict[str, str]]:
         if adapter is None:
-            serving = self._serving()
+            serving = _known(self._serving) or {}
             newest = max(serving.values(), default=0)
             return sorted(replica for replica in serving.keys() & self._urls if serving[replica] == newest), {}
-        if (held := adapter()) is None:
+        if (held := _known(adapter)) is None:
             return [], {}
         return [replica for replica in held.replicas if replica in self._urls], {"model": held.model}
 
@@ -188,7 +188,7 @@ class CompletionsClient:
             owing: Replicas that have not answered.
             out_since: Since when each of them does not; changed here.
         """
-        now, serving = time.monotonic(), self._serving()
+        now, serving = time.monotonic(), _known(self._serving) or {}
         for replica in owing:
             out_since[replica] = min(out_since[replica], now) if serving and replica not in serving else math.inf
         return {
@@ -214,6 +214,14 @@ class CompletionsClient:
             for index, choice in zip(share, answer.json()["choices"], strict=True)
             if choice["finish_reason"] != "abort"
         }
+
+
+def _known(look: Callable[[], T]) -> T | None:
+    """Return what is known of the fleet: nothing, while its log takes no record. The bus logs that it waits."""
+    try:
+        return look()
+    except BusHeldUp:
+        return None
 
 
 def split(prompts: Sequence[Prompt], open_: Share, replicas: int) -> list[Share]:

@@ -3,16 +3,24 @@
 import itertools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from controlplane import ControlPlane
 from controlplane.trainers import completions
 from controlplane.trainers.completions import CompletionsClient, again_and_again, split
-from schemas.errors import AgentsMissing, ConfigError, EngineError
+from schemas.config import BusConfig
+from schemas.errors import AgentsMissing, BusFaulted, ConfigError, EngineError
 from schemas.reports import AdapterStatus
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
+from tests.unit.small_bus import PRIMARY, Engine
+from tests.unit.test_bus_faults import held_up, locked
+from tests.unit.test_plane import ADDRESS, agents
+from tests.waiting import wait_until
 
 PROMPTS = [[1], [1], [2], [2], [3], [3]]
 
@@ -241,3 +249,40 @@ def test_while_no_replica_holds_the_adapter_nobody_is_asked(
     with pytest.raises(AgentsMissing, match=says):
         client(servers, timeout=0.3).generate(PROMPTS, {}, lambda: held)
     assert servers[0].asked == servers[1].asked == []
+
+
+def test_rollouts_wait_for_a_log_that_takes_no_record_for_a_while(
+    tmp_path: Path, servers: tuple[Server, Server]
+) -> None:
+    config, looks = BusConfig(head_interval_ms=50, heartbeat_ms=40, agent_timeout_ms=1_000), itertools.count(1)
+    with (
+        ControlPlane(ADDRESS, log=tmp_path / "run.db", config=config) as plane,
+        agents(plane.address, tmp_path, {PRIMARY: Engine()}),
+        ThreadPoolExecutor() as pool,
+    ):
+        plane.wait_for_agents(1, timeout=20).wait()
+
+        def serving() -> dict[int, int]:
+            seen.append(next(looks))
+            return plane.serving()
+
+        def policy() -> AdapterStatus:
+            seen.append(next(looks))
+            return plane.adapters().get("policy") or adapter(3, 0)
+
+        def nothing_is_known() -> bool:
+            try:
+                plane.serving()
+            except BusFaulted:
+                return True
+            return False
+
+        seen: list[int] = []
+        asking = CompletionsClient(serving, {0: servers[0].url})
+        with locked(tmp_path / "run.db"):
+            held_up(plane, timeout=60)
+            wait_until(nothing_is_known)
+            asked = [pool.submit(asking.generate, PROMPTS, {}, named) for named in (None, policy)]
+            wait_until(lambda: len(seen) > 8 or all(one.done() for one in asked))
+        for one in asked:
+            assert [rollout.token_ids for rollout in one.result(60)] == [prompt * 3 for prompt in PROMPTS]
