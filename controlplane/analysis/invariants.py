@@ -12,7 +12,7 @@
     I12 out of reach        no replica generates on a version after the fleet committed another. Nothing can stop one
                             that is out of reach: what it did then is seen once its agent is back
     I13 readable            what an agent sent for the log is a decision. The bus takes it as it comes
-    I14 one adapter, once   a version of an adapter has a path that no other version has
+    I14 one adapter, once   a version of an adapter has a path that none of the 64 before it has
     I15 proven samples      the trainer takes no sample of weights that its replica was not proven to hold
 
 Of replicas that are only observed, O1 to O3 are checked (`controlplane.analysis.findings`): a torn fleet, a pause and a
@@ -43,7 +43,7 @@ from controlplane.machine.coordinator_state import CoordinatorState, OpenCommand
 from controlplane.record.entries import AgentMark, LogEntry, LogItem, LogMark
 from controlplane.record.marks import decode_state
 from schemas import events
-from schemas.commands import AdapterSync, Pushed, WeightSync
+from schemas.commands import AdapterSync, AdapterVersion, Pushed, WeightSync
 from schemas.desired import Committed, Desired, desired_after, orphaned
 from schemas.errors import DecisionUnreadable
 from schemas.identity import RolloutMode, agent_of, identity_of
@@ -53,6 +53,8 @@ from schemas.wire import Downward, Rejoin, Snapshot, Welcome, decode_command
 
 ANSWERS_KEPT: Final = 64
 """Newest answers of one journal that are kept, twice as many at most. An agent itself remembers up to 32."""
+PATHS_KEPT: Final = 64
+"""Versions of an adapter for which a path is not used again. No engine holds one that is so much older."""
 INTERNED_MAX: Final = 65_536
 TRIED_AGAIN_NS: Final = 60_000_000_000
 """Time within which an agent must do something about an engine that it failed to pause."""
@@ -143,8 +145,11 @@ class _Bus:
         self._known = {name for name, member in members if member.joined}  # has ever joined, and is not retired
         self._open = {command.record.seq: _open_command(command) for command in begin.open}
         self._proofs = Proofs(begin)
-        used = (entry.adapter for known in begin.adapters.values() for entry in known.used)
-        self._adapters = {adapter.path: adapter for adapter in used}  # that engines may have loaded
+        self._adapters: dict[str, AdapterVersion] = {}  # by path: which version engines may have loaded from it
+        self._newest: dict[str, list[int]] = {}  # by adapter: its newest versions
+        for name, known in begin.adapters.items():
+            self._newest[name] = [entry.adapter.version for entry in known.used]
+            self._adapters |= {entry.adapter.path: entry.adapter for entry in known.used}
         self._now_us = 0
         self.now_ns = 0
 
@@ -256,14 +261,23 @@ class _Bus:
                 yield Violation("I4", position, (), text)
             if command.version >= self._version:
                 self._version, self._weights = command.version, weights
-        if isinstance(command, AdapterSync) and command.phase == "load":
-            earlier = self._adapters.setdefault(command.adapter.path, command.adapter)
-            if earlier != command.adapter:
-                text = f"{command.adapter.model} is loaded from {earlier.path}, which {earlier.model} was loaded from"
-                yield Violation("I14", position, (), text)
+        if isinstance(command, AdapterSync):
+            yield from self._adapter_published(position, command)
         # Agents get a little less time than the caller waits: at most a second less.
         deadline_us = at_us + (effect.envelope.ttl_ms + 1000) * 1000
         self._open[effect.seq] = _OpenCommand(frozenset(self._known), frozenset(self._live), deadline_us)
+
+    def _adapter_published(self, position: int, command: AdapterSync) -> Iterator[Violation]:
+        adapter = command.adapter
+        newest = self._newest.setdefault(adapter.name, [])
+        if adapter.version not in newest:
+            self._newest[adapter.name] = [*newest[-PATHS_KEPT:], adapter.version]
+        if command.phase == "load":
+            earlier = self._adapters.get(adapter.path, adapter)
+            if earlier != adapter and earlier.version in self._newest[earlier.name]:
+                text = f"{adapter.model} is loaded from {earlier.path}, which {earlier.model} was loaded from"
+                yield Violation("I14", position, (), text)
+            self._adapters[adapter.path] = adapter
 
     def _concluded(self, position: int, report: Report) -> Iterator[Violation]:
         command = self._open.pop(report.seq, None)

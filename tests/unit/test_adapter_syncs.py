@@ -1,5 +1,8 @@
 """Syncs of LoRA adapters on the coordinator: which versions there are, where they are held, and whose files may go."""
 
+from msgspec import Raw
+from msgspec.structs import replace
+
 from controlplane.analysis.invariants import verify
 from controlplane.machine.coordinator import CoordinatorState, decide
 from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent
@@ -27,6 +30,15 @@ def entry(position: int, event: CoordinatorEvent, effects: tuple[CoordinatorEffe
         event=encode(event),
         effects=encode(effects),
     )
+
+
+def log_of(bus: Coordinator) -> list[LogEntry]:
+    """The log of a bus from its beginning."""
+    state, log = CoordinatorState(), []
+    for position, event in enumerate(bus.history, 1):
+        state, effects = decide(state, event)
+        log.append(entry(position, event, effects))
+    return log
 
 
 def version(number: int, name: str = "policy", path: str = "") -> AdapterVersion:
@@ -242,11 +254,23 @@ def test_a_bus_that_closes_aborts_every_sync_and_its_log_is_in_order() -> None:
         "abort"
     ] * 2
     bus.open()
-    state, log = CoordinatorState(), []
-    for position, event in enumerate(bus.history, 1):
-        state, effects = decide(state, event)
-        log.append(entry(position, event, effects))
+    assert [str(found) for found in verify(log_of(bus))] == []
+
+
+def test_a_path_comes_again_after_64_versions_and_a_log_in_which_it_comes_sooner_is_not_in_order() -> None:
+    bus = fleet()
+    for number in range(1, 66):
+        sync(bus, number, keep=1)
+        serving(bus)
+    bus.sync(66, adapter="policy", path="policy/2")
+    assert "engines may have loaded policy/2 as policy v2" in bus.refused[0][2]
+    bus.sync(66, adapter="policy", path="policy/1")
+    bus.answer(a0_0=DONE, a1_0=DONE)
+    assert isinstance(bus.published[0], AdapterSync) and bus.published[0].phase == "load"
+    log = log_of(bus)
     assert [str(found) for found in verify(log)] == []
+    sooner = [replace(line, effects=Raw(bytes(line.effects).replace(b"policy/65", b"policy/64"))) for line in log]
+    assert {found.invariant for found in verify(sooner)} == {"I14"}
 
 
 def test_a_run_can_still_count_on_from_the_largest_version_of_an_adapter_that_may_be_asked_for() -> None:
