@@ -246,8 +246,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
 class AdapterVersion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One version of a LoRA adapter. It stands for the same bytes for ever.
 
-    Engines get it under a name that no other version ever has, and from a path that none of the 64 before it has: vLLM
-    keys its prefix cache by both, mixes two versions in one sequence when it loads in place, and ends when files that it
+    Engines get it under a name that no other version ever has, from a path that none of the 64 before it has: vLLM keys
+    its prefix cache by both, mixes two versions in one sequence when it loads in place, and ends when files that it
     reads again have changed.
 
     Attributes:
