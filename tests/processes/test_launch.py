@@ -52,7 +52,7 @@ async def main():
     if (child := os.fork() if how == "fork" else None) == 0:  # it holds all that the agent holds
         os.read(0, 1)
         os._exit(0)
-    while not (status := server.status()).log_tail[-1:] or status.log_tail[-1].startswith("---"):
+    while (status := server.status()).pid is None or not status.log_tail or status.log_tail[-1].startswith("---"):
         await anyio.sleep(0.01)
     print(json.dumps({"pid": status.pid, "last_line": status.log_tail[-1], "child": child}), flush=True)
     await anyio.sleep_forever()
