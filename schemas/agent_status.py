@@ -64,6 +64,7 @@ class AgentStatus(Struct, frozen=True, gc=False, kw_only=True, tag="status", omi
             hold, by the names that it would have for them.
         adapters_left: Versions whose files are still needed, though they may no longer be wanted: it holds them, or is
             loading them.
+        faults: How many faults the agent has injected on purpose; None for one that was started without a plan of them.
     """
 
     ready: bool
@@ -86,6 +87,7 @@ class AgentStatus(Struct, frozen=True, gc=False, kw_only=True, tag="status", omi
     since_ms: Moment | None = None
     adapters_missing: tuple[Name, ...] = ()
     adapters_left: tuple[Name, ...] = ()
+    faults: Count | None = None
 
     @property
     def held(self) -> bool:

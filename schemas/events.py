@@ -31,6 +31,7 @@ from schemas.identity import (
     MillisecondsLeft,
     Moment,
     Name,
+    Nanoseconds,
     OnLostBus,
     Operation,
     Positive,
@@ -344,6 +345,7 @@ class MachineSettings(Struct, frozen=True, kw_only=True, omit_defaults=True):
         wedged_after_ms: An engine whose running requests make no progress for this long is wedged.
         adapter_grace_ms: Time for which requests may still run on a version of an adapter that is no longer wanted, if
             the engine can't tell which ones do.
+        game_day: The agent was started with a plan of faults.
     """
 
     max_buffered: Positive = 256
@@ -352,6 +354,7 @@ class MachineSettings(Struct, frozen=True, kw_only=True, omit_defaults=True):
     memory: Memory = "agent"
     wedged_after_ms: Milliseconds = 300_000
     adapter_grace_ms: Milliseconds = 600_000
+    game_day: bool = False
 
 
 class Started(Struct, frozen=True, kw_only=True, tag="started"):
@@ -436,6 +439,21 @@ class Stopping(Struct, frozen=True, kw_only=True, tag="stopping"):
     at_ms: Moment
 
 
+class FaultInjected(Struct, frozen=True, kw_only=True, tag="fault"):
+    """The agent does something wrong on purpose, as soon as this is in its journal. It changes no decision.
+
+    Attributes:
+        name: Of the fault in its plan.
+        what: What goes wrong.
+        wall_ns: The node's wall clock.
+    """
+
+    at_ms: Moment
+    name: Name
+    what: Name
+    wall_ns: Nanoseconds
+
+
 Event = (
     Started
     | CommandReceived
@@ -446,6 +464,7 @@ Event = (
     | LeaseExpired
     | Tick
     | Stopping
+    | FaultInjected
 )
 
 # --- effects ----------------------------------------------------------------------------------------------------------

@@ -334,7 +334,16 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
         """
         stopped = (stop.text for stop in self.stopped if stop.operator)
         unproven = f"{format_replicas(self.unproven)} not proven to hold v{self.version}" if self.unproven else ""
-        return tuple(text for text in (self.hold_up, *stopped, unproven, self.descriptors) if text)
+        return tuple(text for text in (self.hold_up, self.game_day, *stopped, unproven, self.descriptors) if text)
+
+    @property
+    def game_day(self) -> str:
+        """Which agents were started with faults, and how many they have injected; empty if none was."""
+        statuses = {line.agent: line.status for line in self.agents if line.status is not None}
+        faults = {agent: status.faults for agent, status in statuses.items() if status.faults is not None}
+        if not faults:
+            return ""
+        return f"game day: {format_agents(faults)} inject faults on purpose, {sum(faults.values())} so far"
 
     @property
     def headline(self) -> str:

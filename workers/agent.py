@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self, assert_never
+from typing import TYPE_CHECKING, Final, Self, assert_never
 
 import anyio
 import zmq
@@ -47,6 +47,9 @@ from workers.machine.state import AgentState, call_name, is_written_first, with_
 from workers.stacks import BEFORE_MS, StackDumps
 from workers.state_folder import state_folder, warn_if_network
 from workers.traces.node import NodeTraces
+
+if TYPE_CHECKING:
+    from workers.faults import FaultInjector
 
 logger = logger_of("agent")
 
@@ -91,6 +94,7 @@ class Agent:
         context: The ZeroMQ context, for `inproc://` addresses, which exist in one context only; None for the process's
             own.
         wall_ns: The node's wall clock, which is compared with the bus's.
+        faults: What goes wrong on purpose with this agent, on a game day; None for nothing.
 
     Attributes:
         decisions: Who hears of each event and its effects, in the loop of the agent, once they were performed or begun.
@@ -124,8 +128,12 @@ class Agent:
         keys: StrPath | PeerKeys | None = None,
         context: Context | None = None,
         wall_ns: Callable[[], int] = wall_clock_ns,
+        faults: "FaultInjector | None" = None,
     ) -> None:
         self.identity = within_bounds(identity)
+        self._faults = faults
+        if faults is not None:
+            engine, wall_ns = faults.wrapped(engine), faults.wall_ns
         self._bus, self._context, self._wall_ns = bus, context or zmq.Context.instance(), wall_ns
         self._engine, self._traces, self._config = engine, traces, within_bounds(config or AgentConfig())
         self._stacks = stacks
@@ -133,6 +141,8 @@ class Agent:
         self._state_dir = state_dir
         self._keys = KeySource.find(keys)
         self.decisions: Listeners[[events.Event, Sequence[events.Effect]]] = Listeners()
+        if faults is not None:
+            faults.attach(self)
         self._resources = AsyncExitStack()
         self._changed: anyio.Event | None = None  # while a state is waited for
 
@@ -206,6 +216,15 @@ class Agent:
             await self._changed.wait()
         return self.state
 
+    def note_fault(self, name: str, what: str) -> None:
+        """Write down that a fault of a game day is about to happen.
+
+        Args:
+            name: Of the fault in its plan.
+            what: What goes wrong.
+        """
+        self._step(events.FaultInjected(at_ms=self._now_ms(), name=name, what=what, wall_ns=wall_clock_ns()))
+
     # --- one incarnation ----------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
@@ -227,6 +246,7 @@ class Agent:
             wake_at=wake_at,
             wall_ns=self._wall_ns,
             keys=self._keys,
+            dialled=self._faults.dialled if self._faults is not None else str,
         )
         driver = EngineDriver(
             self._engine,
@@ -244,6 +264,7 @@ class Agent:
             on_lost_bus=self._config.on_lost_bus,
             memory=self._config.memory,
             wedged_after_ms=self._config.wedged_after_s * 1000,
+            game_day=self._faults is not None,
         )
         self._step(
             events.Started(at_ms=self._now_ms(), identity=self.identity, incarnation=incarnation, settings=settings)

@@ -167,6 +167,8 @@ def format_agent_event(event: events.Event) -> str:
             return "deadline reached"
         case events.Stopping():
             return "is asked to end"
+        case events.FaultInjected():
+            return f"injects the fault {event.name!r} on purpose: {event.what}"
         case _:
             assert_never(event)
 

@@ -19,6 +19,7 @@ from schemas.formatting import printable
 
 COMMANDS = {
     "agent": "controlplane.cli.agent:agent",
+    "chaos": "controlplane.cli.chaos:chaos",
     "conform": "controlplane.cli.conform:conform",
     "demo": "controlplane.cli.demo:demo",
     "engine": "controlplane.cli.engine:engine",

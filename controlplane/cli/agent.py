@@ -26,7 +26,11 @@ from workers.state_folder import state_folder
 from workers.traces.node import NodeTraces
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from workers.faults import FaultInjector
     from workers.router import RouterRegistration
+    from workers.server.launch import LaunchedEngine
 
 logger = logger_of("agent")
 
@@ -60,13 +64,14 @@ SECTIONS = {
     ),
     "This process": (
         *("config", "print_config", "state_dir", "profiler", "traces", "finish_hook", "dump_stacks", "metrics_port"),
+        "faults",
     ),
 }
 RARE = frozenset(
     {
         *("memory", "on_lost_bus", "wedged_after", "serve", "seed", "dist_init", "launch_log", "up_within"),
         *("worker_url", "finish_hook", "print_config", "dump_stacks", "metrics_port", "mode", "traces"),
-        *("api_key_file", "profiler"),
+        *("api_key_file", "profiler", "faults"),
     }
 )
 
@@ -180,6 +185,11 @@ RARE = frozenset(
     is_flag=True,
     help="Shortly before an engine call passes its deadline, write down where the engine hangs (needs py-spy).",
 )
+@click.option(
+    "--faults",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Staging only: a game day's plan (TOML) of what goes wrong with this agent on purpose.",
+)
 @metrics_port
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def agent(
@@ -190,6 +200,7 @@ def agent(
     observe: bool,
     state_dir: Path | None,
     print_config: bool,
+    faults: Path | None,
     **options: Any,
 ) -> None:
     """Run the agent of one node until it is stopped. It connects to the bus, executes every command, and answers.
@@ -211,7 +222,7 @@ def agent(
         return
     identity = _identity(options, gpus_per_node, RolloutMode.OBSERVED if observe else RolloutMode(mode))
     engine: Engine | EngineView
-    traces, stacks, router = None, None, None
+    traces, stacks, router, server_pid = None, None, None, None
     if observe:
         _require_observing(context)
         engine = make_observer(options["engine"], _engine_options(identity, options, Path()))
@@ -222,6 +233,7 @@ def agent(
         if options["launch"]:
             state_dir = state_dir or state_folder(bus)
             engine = _launched(identity, state_dir, options, engine, profiler)
+            server_pid = engine.server_pid
         if options["dump_stacks"]:
             stacks = StackDumps(foreign_server=options["url"] is not None and not options["launch"])
         router = _router(options)
@@ -237,6 +249,7 @@ def agent(
         stacks=stacks,
         config=config,
         keys=keys,
+        faults=_faults(faults, identity, server_pid),
     )
     interrupt.run(_serve, node, bus, router, options["metrics_port"], ends=(signal.SIGTERM,))
 
@@ -317,9 +330,20 @@ def _require_observing(context: click.Context) -> None:
             raise ConfigError(f"--observe does not go with {named}: an observing agent changes nothing.")
 
 
+def _faults(
+    plan: Path | None, identity: Identity, server_pid: "Callable[[], int | None] | None"
+) -> "FaultInjector | None":
+    if plan is None:
+        return None
+    from workers.fault_plan import read_plan
+    from workers.faults import FaultInjector
+
+    return FaultInjector(read_plan(plan), identity, server_pid)
+
+
 def _launched(
     identity: Identity, state_dir: Path, options: dict[str, Any], engine: Engine, profiler: ProfilerConfig
-) -> Engine:
+) -> "LaunchedEngine":
     from workers.server.command import profiled_command, server_command
     from workers.server.launch import LaunchedEngine, ServerProcess
 

@@ -18,6 +18,7 @@ from controlplane.record.entries import LogEntry, LogItem, LogMark
 from controlplane.record.marks import decode_state
 from controlplane.report.causes import Causes, explain
 from controlplane.report.fleet_history import FleetHistory
+from controlplane.report.game_day import GameDay
 from controlplane.report.model import Cause, CommandSummary, Latencies
 from controlplane.report.totals import MAX_FAILURES, RunReport, Totals
 from schemas.commands import EpochStart, WeightSync
@@ -53,6 +54,7 @@ class _Collector:
     def __init__(self) -> None:
         self.report = RunReport()
         self.totals = Totals(self.report)
+        self._game_day = GameDay()
         self._at_us = 0
         self._begin(None)
 
@@ -92,6 +94,8 @@ class _Collector:
             cause_of_it = explain(report.causes, quarantine.replica, quarantine.version)
             (report.unexplained if cause_of_it is None else cause_of_it.quarantines).append(quarantine)
         report.start_ns, report.end_ns, report.version = fleet.start_ns, fleet.now_ns, fleet.version
+        report.faults = self._game_day.faults(fleet.current_replicas, fleet.now_ns)
+        report.left_out["faults"] = self._game_day.left_out
         report.agents, report.quarantines, report.replicas = fleet.agents(), fleet.quarantines, fleet.replicas()
         report.stopped = stopped_replicas(fleet.state)
         report.calls = self._engines.calls
@@ -104,6 +108,8 @@ class _Collector:
         if entry.agent:
             with suppress(DecisionUnreadable):  # `verify` reports it
                 self._engines.add(entry)
+                if entry.kind == "fault":
+                    self._game_day.injected(entry.agent, entry.typed_event())  # type: ignore[arg-type]
                 if entry.kind in ("started", "observed", "stopping"):
                     self._observed.follow_agent(entry, entry.typed_event())  # type: ignore[arg-type]
             return
@@ -138,6 +144,7 @@ class _Collector:
                 self._add_report(report)
             case bus_events.Conclude(report=SyncReport() as sync):
                 self._fleet.concluded(sync)
+                self._game_day.concluded(sync, self._fleet.now_ns)
                 if sync.status == "aborted":
                     self.totals.aborted(sync.headline, self._fleet.now_ns)
                 self.totals.end_step(sync.headline, flawed=sync.flawed)

@@ -4,6 +4,8 @@ Each event of the log is decided again by the coordinator's own machine, whose s
 and what they reported. Only what that state forgets is kept here: times, losses, earlier incarnations, past problems.
 """
 
+from collections.abc import Mapping
+
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -193,6 +195,11 @@ class FleetHistory:
             agent.line = lines.get(name)
             agent.count_time(agent.member.state == "live", self.now_ns)
         return [self._agents[name] for name in sorted(self._agents, key=agent_order)]
+
+    @property
+    def current_replicas(self) -> Mapping[int, ReplicaHistory]:
+        """Every replica as of now: what holds is still open."""
+        return self._replicas
 
     def replicas(self) -> dict[int, ReplicaHistory]:
         """Return every replica in order, up to the end of the log."""

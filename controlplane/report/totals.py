@@ -16,6 +16,7 @@ from controlplane.analysis.invariants import Violation
 from controlplane.machine.events import SamplesCounted
 from controlplane.machine.provenance import mean_staleness
 from controlplane.report.fleet_history import AgentHistory, Quarantine, ReplicaHistory
+from controlplane.report.game_day import InjectedFault
 from controlplane.report.model import (
     Cause,
     CommandSummary,
@@ -56,6 +57,7 @@ class RunReport(Struct, kw_only=True):
         aborted: Weight syncs that were aborted, those for the same reason together.
         stopped: Replicas that a command kept from generating at the end of the log.
         observed: Replicas of a run that another trainer drives, by index.
+        faults: What agents did wrong on purpose, on a game day.
     """
 
     run: str = ""
@@ -87,6 +89,12 @@ class RunReport(Struct, kw_only=True):
     stragglers: list[Straggler] = []
     replicas: dict[int, ReplicaHistory] = {}
     observed: dict[int, ObservedReplica] = {}
+    faults: list[InjectedFault] = []
+
+    @property
+    def broken(self) -> list[Violation]:
+        """Invariants of every run that do not hold."""
+        return [violation for violation in self.violations if violation.invariant not in OBSERVED]
 
     @property
     def findings(self) -> list[Violation]:
@@ -151,7 +159,7 @@ class RunReport(Struct, kw_only=True):
             "without a trace": self.untraced,
             "refused by the bus": sum(refusal.count for refusal in self.refused) + self.left_out["refused"],
             "found in the observed run": len(self.findings),
-            "broken invariants": len(self.violations) - len(self.findings) + self.left_out["violations"],
+            "broken invariants": len(self.broken) + self.left_out["violations"],
             "damaged": int(bool(self.damage)),
         }
         return ", ".join(f"{count:,} {text}" for text, count in amounts.items() if count) or "nothing failed"

@@ -70,6 +70,7 @@ class WaitWarning:
 class Connection:
     """One connection at a time. It is dialled when created; `run` serves it until cancelled.
 
+    `bus` is the address in messages, `address` the one that is dialled, which differs where a relay is in between.
     `question` returns the frames of a message that the bus answers. `replaced` is called when the bus has to be
     told anew who is here. Raises BusAddressError.
 
@@ -80,6 +81,7 @@ class Connection:
     def __init__(
         self,
         bus: str,
+        address: str,
         agent: str,
         retry_ms: int,
         context: Context,
@@ -90,7 +92,7 @@ class Connection:
         question: Callable[[], list[bytes]],
         replaced: Callable[[], None],
     ) -> None:
-        self._bus, self._agent, self._retry_ms, self._context = bus, agent, retry_ms, context
+        self._bus, self._address, self._agent, self._retry_ms, self._context = bus, address, agent, retry_ms, context
         self._keys, self._attempt = keys, 0
         self._waiting, self._now_ms, self._silence_limit_ms = waiting, now_ms, silence_limit_ms
         self._question, self._replaced = question, replaced
@@ -160,7 +162,7 @@ class Connection:
     # --- getting in ---------------------------------------------------------------------------------------------------
 
     def _dial(self, *, watched: bool) -> DialledSocket:
-        return agent_dealer(self._context, self._bus, self.credentials(), watched=watched, probe=True)
+        return agent_dealer(self._context, self._address, self.credentials(), watched=watched, probe=True)
 
     async def _stay_connected(self) -> None:
         while True:

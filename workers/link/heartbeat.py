@@ -102,6 +102,7 @@ def status_of(state: AgentState, clock: Clock | None = None) -> AgentStatus:
         since_ms=activity.since_ms if activity is not None else None,
         adapters_missing=lacked(state) if primary else (),
         adapters_left=still_read(state) if primary else (),
+        faults=sum(state.faults.values()) if state.settings.game_day else None,
     )
 
 

@@ -106,14 +106,16 @@ class Link:
         wake_at: Callable[[int], None],
         wall_ns: Callable[[], int],
         keys: KeySource | None = None,
+        dialled: Callable[[str], str] = str,
     ) -> None:
-        self._bus, self._config, self._context = bus, config, context
+        self._bus, self._config, self._context, self._dialled = bus, config, context, dialled
         self._agent, self._journal, self._handle = identity.agent, journal, handle
         self._now_ms = now_ms
         self._keys = keys
         self._waiting, self.malformed = WaitWarning(self._agent), 0
         self._connection = Connection(
             bus,
+            dialled(bus),
             self._agent,
             config.hello_retry_ms,
             context,
@@ -277,8 +279,9 @@ class Link:
         """Read the publish socket, over one connection after the other."""
         topics = (wire.TOPIC_COMMAND, wire.TOPIC_HEAD)
         while True:
+            dialled, credentials = self._dialled(address), self._connection.credentials()
             async with (
-                agent_subscriber(self._context, address, topics, self._connection.credentials()) as subscriber,
+                agent_subscriber(self._context, dialled, topics, credentials) as subscriber,
                 anyio.create_task_group() as tasks,
             ):
                 tasks.start_soon(subscriber.serve, partial(self._on_publication, session))

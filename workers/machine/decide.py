@@ -534,7 +534,13 @@ def _on_started(state: AgentState, event: events.Started, _: Effects) -> AgentSt
         answers=state.answers,
         deferred_finish=state.deferred_finish,
         interrupted=state.activity or state.interrupted,
+        faults=state.faults,
     )
+
+
+def _on_fault(state: AgentState, event: events.FaultInjected, _: Effects) -> AgentState:
+    """Only count it: an agent under test decides as any other."""
+    return replace(state, faults={**state.faults, event.name: state.faults.get(event.name, 0) + 1})
 
 
 def _on_observed(state: AgentState, event: events.EngineObserved, effects: Effects) -> AgentState:
@@ -592,5 +598,6 @@ REACTIONS: Final[dict[type[events.Event], Callable[[AgentState, Any, Effects], A
     events.Tick: _on_tick,
     events.Started: _on_started,
     events.Stopping: _on_stopping,
+    events.FaultInjected: _on_fault,
 }
 """What each kind of event leads to. A dict: patterns of classes that do not match take as long as a whole function."""

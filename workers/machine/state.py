@@ -244,6 +244,7 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
         interrupted: What was under way when the last incarnation ended. It is resolved by the next observation.
         stopping: The agent was asked to end. The call in flight is awaited, and no other is begun.
         unloads: When to unload each version of an adapter that the engine holds and that is no longer wanted.
+        faults: How often each fault of a game day was injected, by its name.
     """
 
     identity: Identity = Identity(replica=0, node_rank=0)
@@ -272,6 +273,7 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
     interrupted: Activity | None = None
     stopping: bool = False
     unloads: Mapping[str, Unload] = {}
+    faults: Mapping[str, Count] = {}
 
     @property
     def joined(self) -> bool:

@@ -269,6 +269,10 @@ class LaunchedEngine:
         self._logged_s = 0.0
         self._up = False  # the launch that was logged last has been up
 
+    def server_pid(self) -> int | None:
+        """Return the process of the server, which leads a session of its own; None while it does not run."""
+        return self._server.status().pid
+
     async def open(self) -> None:
         """Start the server and attach. Raises ConfigError, EngineError; then nothing runs."""
         self._launch_prefix = secrets.token_hex(4)  # an earlier agent process may have had the same pids and counts

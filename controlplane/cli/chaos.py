@@ -1,0 +1,223 @@
+"""`rolloutctl chaos`: a game day on a staging fleet: what a plan of faults will do, and a verdict on what it did."""
+
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import click
+
+from controlplane.cli.command_line import Command, Group, note_problem
+from controlplane.machine.events import Publish
+from controlplane.record.entries import LogEntry
+from controlplane.record.follow import follow
+from controlplane.record.log import RunLog
+from controlplane.report.collect import collect
+from controlplane.report.game_day import InjectedFault
+from controlplane.report.totals import RunReport
+from schemas.commands import WeightSync
+from schemas.config import TIMEOUT_MAX_S
+from schemas.errors import ConfigError
+from schemas.formatting import format_duration, json_text, one_line
+from schemas.logs import logger_of, time_with_zone
+from schemas.wire import decode_command
+from workers.fault_plan import MEANINGS, Fault, FaultPlan, Occasion, described, is_due, read_plan
+
+logger = logger_of("chaos")
+
+LOOK_S: Final = 0.2
+"""Between two looks at the log."""
+
+_plan = click.argument("plan", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+
+
+@click.group(cls=Group, short_help="Hold a game day on a staging fleet.")
+def chaos() -> None:
+    """Have things go wrong on purpose, and see what the fleet makes of it.
+
+    Agents of the staging fleet are started with the same plan: `rolloutctl agent --faults plan.toml`. No command on the
+    bus causes a fault.
+    """
+
+
+@chaos.command(cls=Command, short_help="Print what a plan will do.")
+@_plan
+def explain(plan: Path) -> None:
+    """Print when each fault of PLAN happens, where, and how often; then what each kind of fault does."""
+    read = read_plan(plan)
+    for fault in read.fault:
+        click.echo(one_line(described(read, fault)))
+    for what in dict.fromkeys(fault.what for fault in read.fault):
+        click.echo(one_line(f"# {what}: {MEANINGS[what]}"))
+
+
+@chaos.command(cls=Command, short_help="Watch a run, and judge it.")
+@_plan
+@click.option(
+    "--log",
+    type=click.Path(path_type=Path),
+    default="run.db",
+    show_default=True,
+    help="The run's log, or where it will be.",
+)
+@click.option(
+    "--for", "for_s", type=click.FloatRange(1, TIMEOUT_MAX_S), help="Seconds to watch.  [default: to its end]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def run(plan: Path, log: Path, for_s: float | None, as_json: bool, command: Sequence[str]) -> None:
+    """Watch the run that writes the log, until its bus closes, and print what each fault of PLAN did to the fleet.
+
+    With a trainer's command after `--`, start that trainer, and carry out the faults that kill it. The exit code is 1
+    if a promise broke (`rolloutctl log verify` names it), or if the fleet was not whole at the end.
+
+    \b
+      rolloutctl chaos run plan.toml --log run.db
+      rolloutctl chaos run plan.toml --log run.db -- python trainer.py
+    """
+    read = read_plan(plan)
+    ended, kills = threading.Event(), [fault for fault in read.fault if fault.what == "kill_trainer"]
+    if kills and not command:
+        raise ConfigError(f"{plan} kills the trainer: give its command after `--`, so that it can be started again.")
+    if for_s is not None:
+        timer = threading.Timer(for_s, ended.set)
+        timer.daemon = True
+        timer.start()
+    with _Trainer(command, ended) as trainer:
+        for entry in _watched(log, ended):
+            for fault in _due(read, kills, entry):
+                kills.remove(fault)
+                trainer.kill_later(fault)
+    report = collect(RunLog.walk(log))
+    lines, good = verdict(read, report)
+    if not good:
+        note_problem()
+    if as_json:
+        click.echo(json_text({"good": good, "faults": report.faults, "violations": report.broken, "verdict": lines}))
+    else:
+        for line in lines:
+            click.echo(one_line(line))
+
+
+def verdict(plan: FaultPlan, report: RunReport) -> tuple[list[str], bool]:
+    """Return what is to be said of a game day, and whether all promises held and the fleet was whole at the end."""
+    lines = [_line(fault) for fault in report.faults]
+    happened = {fault.name for fault in report.faults}
+    lines += [
+        f"{fault.name}: never happened, as far as the log has it"
+        for fault in plan.fault
+        if fault.name not in happened and fault.what != "kill_trainer"
+    ]
+    repaired = sorted(fault.repaired_ns for fault in report.faults if fault.repaired_ns is not None)
+    out_ms = sum(fault.out_ns for fault in report.faults) // 1_000_000
+    if repaired:
+        lines.append(
+            f"time to repair: median {_span(repaired[len(repaired) // 2])}, longest {_span(repaired[-1])}; "
+            f"replicas were out of service for {format_duration(out_ms)} in all"
+        )
+    lines += [str(violation) for violation in report.broken]
+    good = not report.broken and not report.damage and not report.out_now and not report.gone_now
+    end = "all promises held" if not report.broken else f"{len(report.broken)} promises broke"
+    whole = "" if good or report.broken else "; the fleet was not whole at the end: " + report.verdict
+    lines.append(f"{len(report.faults)} faults, {end}{whole}")
+    return lines, good
+
+
+def _line(fault: InjectedFault) -> str:
+    parts = [f"out of service for {_span(fault.out_ns)}" if fault.out_ns else "its replica was never out of service"]
+    parts += [f"whole again after {_span(fault.repaired_ns)}" if fault.repaired_ns is not None else "not whole again"]
+    parts += fault.syncs
+    more = fault.syncs_count - len(fault.syncs)
+    parts += [f"and {more} more syncs"] if more else []
+    return f"{time_with_zone(fault.at_ns / 1e9)} {fault.name} ({fault.what}) on {fault.agent}: {'; '.join(parts)}"
+
+
+def _span(ns: int) -> str:
+    return format_duration(ns // 1_000_000)
+
+
+# --- watching ---------------------------------------------------------------------------------------------------------
+
+
+class _Over(Exception):
+    """It was watched for long enough."""
+
+
+def _watched(log: Path, ended: threading.Event) -> Iterator[LogEntry]:
+    """Yield the records of a log that may not be there yet, until its bus has closed it or `ended` is set."""
+
+    def wait() -> None:
+        if ended.wait(LOOK_S):
+            raise _Over
+
+    try:
+        while not log.exists():
+            wait()
+        yield from follow(log, 1, wait)
+    except _Over:
+        return
+
+
+def _due(plan: FaultPlan, kills: Sequence[Fault], entry: LogEntry) -> Iterator[Fault]:
+    """Yield the faults of the trainer that are due when this was published."""
+    effects = entry.typed_effects() if kills and not entry.agent else ()
+    for effect in effects:
+        command = decode_command(effect.envelope.body) if isinstance(effect, Publish) else None
+        if isinstance(command, WeightSync) and isinstance(effect, Publish):
+            occasion = Occasion(effect.seq, command.phase, command.version)
+            yield from [fault for fault in kills if is_due(fault, occasion)]
+
+
+class _Trainer:
+    """The trainer's process, if `chaos run` started it; sets `ended` when it has ended by itself."""
+
+    def __init__(self, command: Sequence[str], ended: threading.Event) -> None:
+        self._command, self._ended = command, ended
+        self._killed: Fault | None = None
+        self._leaving = threading.Event()
+
+    def __enter__(self) -> Self:
+        if self._command:
+            self._process = self._started()
+            self._keeper = threading.Thread(target=self._keep)
+            self._keeper.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leaving.set()
+        if self._command:
+            self._process.terminate()
+            self._keeper.join()
+
+    def kill_later(self, fault: Fault) -> None:
+        """Kill the trainer, and have it started again."""
+        timer = threading.Timer(fault.after_s, self._kill, [fault])
+        timer.daemon = True
+        timer.start()
+
+    def _kill(self, fault: Fault) -> None:
+        logger.warning("fault %r on purpose: the trainer is killed", fault.name)
+        self._killed = fault
+        self._process.kill()
+
+    def _keep(self) -> None:
+        """Start it again after each kill, until it ends by itself."""
+        while True:
+            code = self._process.wait()
+            fault, self._killed = self._killed, None
+            if fault is None or self._leaving.wait(fault.seconds):
+                break
+            self._process = self._started()
+        if code and not self._leaving.is_set():
+            logger.warning("the trainer ended with exit code %d", code)
+        self._ended.set()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        try:
+            return subprocess.Popen(self._command)
+        except OSError as error:
+            raise ConfigError(f"the trainer {self._command[0]!r} can't be started: {error.strerror}") from error

@@ -1,0 +1,118 @@
+"""The faults of a game day in a recorded run: what each cost, and when the fleet was whole again. Pure.
+
+A fault is followed until the next one on the same replica. Its cost is the time for which that replica was out of
+service, gone, or behind the fleet, and the syncs that did not reach it meanwhile. Times of faults are of the
+nodes' wall clocks, all others of the bus's.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+from msgspec import Struct
+
+from controlplane.report.fleet_history import ReplicaHistory
+from schemas.events import FaultInjected
+from schemas.identity import identity_of
+from schemas.reports import SyncReport
+
+MAX_FAULTS: Final = 1_000
+MAX_SYNCS: Final = 10_000
+SYNCS_NAMED: Final = 3
+"""Syncs that are named for one fault."""
+CLOCKS_NS: Final = 1_000_000_000
+"""By how much the wall clocks of a node and of the bus may differ."""
+
+
+class InjectedFault(Struct, kw_only=True):
+    """One fault that happened.
+
+    Attributes:
+        name: In its plan.
+        what: What went wrong.
+        agent: Where.
+        at_ns: When, by the node's wall clock.
+        out_ns: For how long its replica was out of service, gone or behind because of it.
+        whole_ns: When its replica was back, and the last sync that had not reached it was followed by one that did;
+            None if not by the end of the log, or not before the replica's next fault.
+        syncs: The first syncs that did not reach it meanwhile.
+        syncs_count: The number of all of them.
+    """
+
+    name: str
+    what: str
+    agent: str
+    at_ns: int
+    out_ns: int = 0
+    whole_ns: int | None = None
+    syncs: list[str] = []
+    syncs_count: int = 0
+
+    @property
+    def repaired_ns(self) -> int | None:
+        """The time from the fault until all was well again; None if it was not."""
+        return None if self.whole_ns is None else max(0, self.whole_ns - self.at_ns)
+
+
+class GameDay:
+    """Follows faults and syncs; `left_out` counts faults that were not kept."""
+
+    def __init__(self) -> None:
+        self.left_out = 0
+        self._faults: list[InjectedFault] = []
+        self._syncs: list[tuple[int, SyncReport]] = []
+
+    def injected(self, agent: str, event: FaultInjected) -> None:
+        """An agent has injected a fault."""
+        if len(self._faults) >= MAX_FAULTS:
+            self.left_out += 1
+            return
+        self._faults.append(InjectedFault(name=event.name, what=event.what, agent=agent, at_ns=event.wall_ns))
+
+    def concluded(self, report: SyncReport, now_ns: int) -> None:
+        """A sync has ended."""
+        if self._faults and len(self._syncs) < MAX_SYNCS:
+            self._syncs.append((now_ns, report))
+
+    def faults(self, replicas: Mapping[int, ReplicaHistory], now_ns: int) -> list[InjectedFault]:
+        """Return the faults in order, with what they cost up to the end of the log.
+
+        Args:
+            replicas: Each replica over the run, with the conditions that hold at the end still open.
+            now_ns: The end of the log.
+        """
+        ordered = sorted(self._faults, key=lambda fault: fault.at_ns)
+        next_ns: dict[int, int] = {}  # by replica: its next fault
+        for fault in reversed(ordered):
+            replica = identity_of(fault.agent).replica
+            history = replicas.get(replica, ReplicaHistory())
+            self._cost(fault, replica, history, next_ns.get(replica, now_ns + CLOCKS_NS))
+            next_ns[replica] = fault.at_ns
+        return ordered
+
+    def _cost(self, fault: InjectedFault, replica: int, history: ReplicaHistory, until_ns: int) -> None:
+        window = range(fault.at_ns - CLOCKS_NS, until_ns)
+        spans = [(begin, end) for _, begin, end in history.spans if begin in window]
+        lasting = [begin for name, begin in history.since_ns.items() if name != "paused" and begin in window]
+        missed = [
+            (end, report)
+            for end, report in self._syncs
+            if end in window and replica in (*report.quarantined, *report.unproven)
+        ]
+        fault.syncs = [report.headline for _, report in missed[:SYNCS_NAMED]]
+        fault.syncs_count = len(missed)
+        fault.out_ns = _covered_ns([*spans, *((begin, until_ns) for begin in lasting)])
+        ends = [fault.at_ns, *(end for _, end in spans)]
+        if missed:
+            reached = (end for end, report in self._syncs if end > missed[-1][0] and replica in report.loaded)
+            ends.append(next(reached, until_ns))
+        whole_ns = max(ends)
+        fault.whole_ns = None if lasting or whole_ns >= until_ns else whole_ns
+
+
+def _covered_ns(spans: list[tuple[int, int]]) -> int:
+    """The length of what the spans cover together."""
+    total, reached = 0, 0
+    for begin, end in sorted(spans):
+        total += max(0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

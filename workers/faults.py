@@ -1,0 +1,260 @@
+"""Injects the faults of a plan into one agent, its engine and its connections: a game day on a staging fleet.
+
+An agent has faults only if it was started with a plan. No message on the bus brings any, so no key can hurt a fleet
+that was started without one. Each fault is in the agent's journal before it happens.
+"""
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+import anyio
+from msgspec.structs import replace
+
+from schemas.errors import ConfigError, RefusedError, UnansweredError
+from schemas.events import Effect, EngineCall, Event, Observation, Returned
+from schemas.identity import Identity
+from schemas.logs import logger_of
+from schemas.wall_clock import wall_clock_ns
+from workers.engine import Engine, EngineView
+from workers.fault_plan import OF_CALLS, OF_SERVERS, Fault, FaultPlan, Occasion, is_due, occasions
+from workers.machine.state import AgentState, call_name
+
+if TYPE_CHECKING:
+    from workers.agent import Agent
+
+logger = logger_of("faults")
+
+LABEL: Final = "game day"
+"""What an engine reports while its label is wrong on purpose."""
+
+
+class FaultInjector:
+    """The faults of one agent, for `Agent(faults=...)`.
+
+    Args:
+        plan: The game day.
+        identity: The agent's place.
+        server_pid: Returns the process of the engine's server, the leader of its session; None if the agent launches
+            none.
+
+    Raises:
+        ConfigError: A fault needs a server that the agent launches.
+    """
+
+    def __init__(self, plan: FaultPlan, identity: Identity, server_pid: Callable[[], int | None] | None = None) -> None:
+        self._plan, self._identity, self._faults = plan, identity, plan.of(identity)
+        self._server_pid = server_pid
+        for fault in self._faults:
+            if fault.what in OF_SERVERS and server_pid is None:
+                raise ConfigError(
+                    f"fault {fault.name!r}: {fault.what} needs a server that this agent launches (--launch)"
+                )
+        self._agent: Agent | None = None
+        self._due_calls: list[Fault] = []  # of the call that is about to be made
+        self._label_until_s = 0.0
+        self._jumped_ns = 0
+        self._relays: dict[str, _Relay] = {}
+
+    def wrapped(self, engine: Engine | EngineView) -> Engine | EngineView:
+        """Return an engine some of whose calls go wrong. One that is only observed makes none."""
+        return _FaultyEngine(engine, self) if isinstance(engine, Engine) else engine
+
+    def attach(self, agent: "Agent") -> None:
+        """Watch an agent's decisions from now on."""
+        self._agent = agent
+        agent.decisions.add(self._heard)
+
+    def wall_ns(self) -> int:
+        """Return the node's wall clock, with its jumps."""
+        return wall_clock_ns() + self._jumped_ns
+
+    def dialled(self, address: str) -> str:
+        """Return where to dial for one of the bus's addresses: a relay, if a fault is about connections."""
+        if all(fault.what not in ("cut", "hold") for fault in self._faults):
+            return address
+        if not address.startswith("tcp://"):
+            raise ConfigError(f"the fault plan is about connections, and {address} is none over TCP")
+        if address not in self._relays:
+            self._relays[address] = _Relay(address)
+        return self._relays[address].address
+
+    # --- when ---------------------------------------------------------------------------------------------------------
+
+    def _heard(self, event: Event, effects: Sequence[Effect]) -> None:
+        assert self._agent is not None
+        state = self._agent.state
+        sync = state.desired.sync
+        for occasion in occasions(event, effects, (sync.phase, sync.version) if sync is not None else (None, 0)):
+            self._meet(state, occasion)
+
+    def _meet(self, state: AgentState, occasion: Occasion) -> None:
+        if occasion.call:
+            self._due_calls = []
+        for fault in self._faults:
+            spent = 0 < fault.times <= state.faults.get(fault.name, 0)
+            if spent or not is_due(fault, occasion) or not self._plan.happens(fault, self._identity, occasion):
+                continue
+            if fault.what in OF_CALLS:
+                self._due_calls.append(fault)
+            else:
+                asyncio.get_running_loop().call_later(fault.after_s, self._inject, fault)
+
+    def faults_of_call(self) -> list[Fault]:
+        """Return the faults of the call that is about to be made."""
+        due, self._due_calls = self._due_calls, []
+        return due
+
+    # --- what ---------------------------------------------------------------------------------------------------------
+
+    def note(self, fault: Fault) -> None:
+        """Have the agent write a fault down."""
+        assert self._agent is not None
+        logger.warning("agent %s, fault %r on purpose: %s", self._identity.agent, fault.name, fault.what)
+        self._agent.note_fault(fault.name, fault.what)
+
+    def _inject(self, fault: Fault) -> None:
+        self.note(fault)
+        match fault.what:
+            case "kill_agent":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "kill_engine":
+                self._signal_server(signal.SIGKILL)
+            case "kill_both":
+                self._signal_server(signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop_agent":
+                _continue_later(os.getpid(), fault.seconds)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "stop_engine":
+                self._signal_server(signal.SIGSTOP)
+                self._later(fault.seconds, self._signal_server, signal.SIGCONT)
+            case "cut" | "hold":
+                for address, relay in self._relays.items():
+                    if fault.connection in ("both", "control" if address == self._control else "commands"):
+                        relay.disturb(fault.what, fault.seconds)
+            case "label":
+                self._label_until_s = time.monotonic() + fault.seconds
+            case "fill_disk":
+                _fill_disk(True)
+                self._later(fault.seconds, _fill_disk, False)
+            case "jump_clock":
+                self._jumped_ns += int(fault.seconds * 1e9)
+
+    @property
+    def _control(self) -> str:
+        return next(iter(self._relays))  # the first address that an agent dials
+
+    def _later(self, seconds: float, act: Callable[..., None], *args: object) -> None:
+        asyncio.get_running_loop().call_later(seconds, act, *args)
+
+    def _signal_server(self, number: int) -> None:
+        pid = self._server_pid() if self._server_pid is not None else None
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(os.getpgid(pid), number)
+
+    def seen(self, observation: Observation) -> Observation:
+        """Return an observation as the agent is to have it."""
+        return replace(observation, label=LABEL) if time.monotonic() < self._label_until_s else observation
+
+
+class _FaultyEngine:
+    """An engine some of whose calls go wrong."""
+
+    def __init__(self, engine: Engine, injector: FaultInjector) -> None:
+        self._engine, self._injector = engine, injector
+
+    async def open(self) -> None:
+        await self._engine.open()
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+    async def observe(self) -> Observation:
+        return self._injector.seen(await self._engine.observe())
+
+    async def perform(self, call: EngineCall, timeout_s: float) -> Returned:
+        due = {fault.what: fault for fault in self._injector.faults_of_call()}
+        for fault in due.values():
+            self._injector.note(fault)
+        if "refuse" in due:
+            raise RefusedError(f"fault {due['refuse'].name!r} refuses {call_name(call)}.")
+        returned = await self._engine.perform(call, timeout_s)
+        if "slow" in due:
+            await anyio.sleep(due["slow"].seconds)
+        if "lose_answer" in due:
+            raise UnansweredError(f"fault {due['lose_answer'].name!r} loses the answer of {call_name(call)}.")
+        return returned
+
+
+def _continue_later(pid: int, seconds: float) -> None:
+    """Have another process continue this one, which can't do it itself."""
+    words = ["/bin/sh", "-c", f"sleep {seconds:g}; kill -CONT {pid}"]
+    subprocess.Popen(words, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+def _fill_disk(full: bool) -> None:
+    """Have every write of this process to a file fail, as on a full disk, or no longer. What is there stays."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0 if full else most, most))
+
+
+class _Relay:
+    """Passes bytes between an agent and one address of its bus, until it is told not to. In the agent's loop."""
+
+    def __init__(self, target: str) -> None:
+        place = urlsplit(target)
+        self._target = place.hostname or "", place.port or 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._passes = asyncio.Event()
+        self._passes.set()
+        self._cut = False
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._serving = asyncio.ensure_future(asyncio.start_server(self._connected, sock=self._listener))
+
+    def disturb(self, how: str, seconds: float) -> None:
+        """Break all connections and admit none, or hold everything back, for some seconds."""
+        self._passes.clear()
+        if how == "cut":
+            self._cut = True
+            for writer in self._writers:
+                writer.transport.abort()
+        asyncio.get_running_loop().call_later(seconds, self._heal)
+
+    def _heal(self) -> None:
+        self._cut = False
+        self._passes.set()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._cut:
+            writer.transport.abort()
+            return
+        self._writers.add(writer)
+        with contextlib.suppress(OSError):
+            target_reader, target_writer = await asyncio.open_connection(*self._target)
+            self._writers.add(target_writer)
+            with contextlib.suppress(OSError):
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._pass_on(reader, target_writer))
+                    tasks.create_task(self._pass_on(target_reader, writer))
+            self._writers.discard(target_writer)
+        self._writers.discard(writer)
+        writer.close()
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Copy one direction until it ends, or until it is cut."""
+        while data := await reader.read(65_536):
+            await self._passes.wait()
+            writer.write(data)
+            await writer.drain()
+        writer.close()
