@@ -8,13 +8,15 @@ A test that uses the fixture `run_log` runs once for each of them:
     def test_no_agent_failed(run_log):
         assert not any(report.failed for report in run_log.reports.values())
 
-`run_log` is a `controlplane.RecordedRun`.
+`run_log` is a `controlplane.RecordedRun`. The fixture `fleet` starts a fleet for a test of a trainer
+(docs/gamedays.md).
 
 Every pytest run in an environment that has rolloutctl loads this file, also in repositories that never use it and have
 packages named `schemas`, `workers` or `controlplane` of their own. So it is in none of ours, and imports them only when
 the option is used.
 """
 
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from controlplane import RecordedRun
+    from controlplane.staging import StagingFleet
 
 _FOUND = pytest.StashKey[list[Path]]()
 
@@ -85,6 +90,15 @@ def run_log(request: pytest.FixtureRequest) -> "RecordedRun":
     from controlplane import RecordedRun
 
     return RecordedRun(request.param)
+
+
+@pytest.fixture
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Callable[..., StagingFleet]]":
+    """Start a small real fleet of tiny engines: `fleet(replicas=2, faults="...")`, which ends with the test."""
+    from controlplane.staging import StagingFleet
+
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(StagingFleet(tmp_path_factory.mktemp("fleet"), **options))
 
 
 class RecordedRunFailed(Exception):

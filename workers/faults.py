@@ -21,11 +21,11 @@ from msgspec.structs import replace
 
 from schemas.errors import ConfigError, RefusedError, UnansweredError
 from schemas.events import Effect, EngineCall, Event, Observation, Returned
+from schemas.fault_plan import OF_CALLS, OF_SERVERS, FaultPlan, Occasion, PlannedFault, is_due, occasions
 from schemas.identity import Identity
 from schemas.logs import logger_of
 from schemas.wall_clock import wall_clock_ns
 from workers.engine import Engine, EngineView
-from workers.fault_plan import OF_CALLS, OF_SERVERS, Fault, FaultPlan, Occasion, is_due, occasions
 from workers.machine.state import AgentState, call_name
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class FaultInjector:
                     f"fault {fault.name!r}: {fault.what} needs a server that this agent launches (--launch)"
                 )
         self._agent: Agent | None = None
-        self._due_calls: list[Fault] = []  # of the call that is about to be made
+        self._due_calls: list[PlannedFault] = []  # of the call that is about to be made
         self._label_until_s = 0.0
         self._jumped_ns = 0
         self._relays: dict[str, _Relay] = {}
@@ -108,20 +108,20 @@ class FaultInjector:
             else:
                 asyncio.get_running_loop().call_later(fault.after_s, self._inject, fault)
 
-    def faults_of_call(self) -> list[Fault]:
+    def faults_of_call(self) -> list[PlannedFault]:
         """Return the faults of the call that is about to be made."""
         due, self._due_calls = self._due_calls, []
         return due
 
     # --- what ---------------------------------------------------------------------------------------------------------
 
-    def note(self, fault: Fault) -> None:
+    def note(self, fault: PlannedFault) -> None:
         """Have the agent write a fault down."""
         assert self._agent is not None
         logger.warning("agent %s, fault %r on purpose: %s", self._identity.agent, fault.name, fault.what)
         self._agent.note_fault(fault.name, fault.what)
 
-    def _inject(self, fault: Fault) -> None:
+    def _inject(self, fault: PlannedFault) -> None:
         self.note(fault)
         match fault.what:
             case "kill_agent":

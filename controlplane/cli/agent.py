@@ -335,10 +335,10 @@ def _faults(
 ) -> "FaultInjector | None":
     if plan is None:
         return None
-    from workers.fault_plan import read_plan
+    from schemas.fault_plan import parse_plan
     from workers.faults import FaultInjector
 
-    return FaultInjector(read_plan(plan), identity, server_pid)
+    return FaultInjector(parse_plan(plan.read_text(), str(plan)), identity, server_pid)
 
 
 def _launched(

@@ -15,15 +15,14 @@ from controlplane.record.entries import LogEntry
 from controlplane.record.follow import follow
 from controlplane.record.log import RunLog
 from controlplane.report.collect import collect
-from controlplane.report.game_day import InjectedFault
-from controlplane.report.totals import RunReport
+from controlplane.report.verdict import verdict
 from schemas.commands import WeightSync
 from schemas.config import TIMEOUT_MAX_S
 from schemas.errors import ConfigError
-from schemas.formatting import format_duration, json_text, one_line
-from schemas.logs import logger_of, time_with_zone
+from schemas.fault_plan import MEANINGS, Occasion, PlannedFault, described, is_due, parse_plan
+from schemas.formatting import json_text, one_line
+from schemas.logs import logger_of
 from schemas.wire import decode_command
-from workers.fault_plan import MEANINGS, Fault, FaultPlan, Occasion, described, is_due, read_plan
 
 logger = logger_of("chaos")
 
@@ -46,7 +45,7 @@ def chaos() -> None:
 @_plan
 def explain(plan: Path) -> None:
     """Print when each fault of PLAN happens, where, and how often; then what each kind of fault does."""
-    read = read_plan(plan)
+    read = parse_plan(plan.read_text(), str(plan))
     for fault in read.fault:
         click.echo(one_line(described(read, fault)))
     for what in dict.fromkeys(fault.what for fault in read.fault):
@@ -77,17 +76,18 @@ def run(plan: Path, log: Path, for_s: float | None, as_json: bool, command: Sequ
       rolloutctl chaos run plan.toml --log run.db
       rolloutctl chaos run plan.toml --log run.db -- python trainer.py
     """
-    read = read_plan(plan)
+    read = parse_plan(plan.read_text(), str(plan))
     ended, kills = threading.Event(), [fault for fault in read.fault if fault.what == "kill_trainer"]
     if kills and not command:
-        raise ConfigError(f"{plan} kills the trainer: give its command after `--`, so that it can be started again.")
+        text = f"rolloutctl: {plan} kills the trainer, which is not done here: its command is not given after `--`."
+        click.echo(one_line(text), err=True)
     if for_s is not None:
         timer = threading.Timer(for_s, ended.set)
         timer.daemon = True
         timer.start()
     with _Trainer(command, ended) as trainer:
         for entry in _watched(log, ended):
-            for fault in _due(read, kills, entry):
+            for fault in _due(kills if command else [], entry):
                 kills.remove(fault)
                 trainer.kill_later(fault)
     report = collect(RunLog.walk(log))
@@ -99,43 +99,6 @@ def run(plan: Path, log: Path, for_s: float | None, as_json: bool, command: Sequ
     else:
         for line in lines:
             click.echo(one_line(line))
-
-
-def verdict(plan: FaultPlan, report: RunReport) -> tuple[list[str], bool]:
-    """Return what is to be said of a game day, and whether all promises held and the fleet was whole at the end."""
-    lines = [_line(fault) for fault in report.faults]
-    happened = {fault.name for fault in report.faults}
-    lines += [
-        f"{fault.name}: never happened, as far as the log has it"
-        for fault in plan.fault
-        if fault.name not in happened and fault.what != "kill_trainer"
-    ]
-    repaired = sorted(fault.repaired_ns for fault in report.faults if fault.repaired_ns is not None)
-    out_ms = sum(fault.out_ns for fault in report.faults) // 1_000_000
-    if repaired:
-        lines.append(
-            f"time to repair: median {_span(repaired[len(repaired) // 2])}, longest {_span(repaired[-1])}; "
-            f"replicas were out of service for {format_duration(out_ms)} in all"
-        )
-    lines += [str(violation) for violation in report.broken]
-    good = not report.broken and not report.damage and not report.out_now and not report.gone_now
-    end = "all promises held" if not report.broken else f"{len(report.broken)} promises broke"
-    whole = "" if good or report.broken else "; the fleet was not whole at the end: " + report.verdict
-    lines.append(f"{len(report.faults)} faults, {end}{whole}")
-    return lines, good
-
-
-def _line(fault: InjectedFault) -> str:
-    parts = [f"out of service for {_span(fault.out_ns)}" if fault.out_ns else "its replica was never out of service"]
-    parts += [f"whole again after {_span(fault.repaired_ns)}" if fault.repaired_ns is not None else "not whole again"]
-    parts += fault.syncs
-    more = fault.syncs_count - len(fault.syncs)
-    parts += [f"and {more} more syncs"] if more else []
-    return f"{time_with_zone(fault.at_ns / 1e9)} {fault.name} ({fault.what}) on {fault.agent}: {'; '.join(parts)}"
-
-
-def _span(ns: int) -> str:
-    return format_duration(ns // 1_000_000)
 
 
 # --- watching ---------------------------------------------------------------------------------------------------------
@@ -160,7 +123,7 @@ def _watched(log: Path, ended: threading.Event) -> Iterator[LogEntry]:
         return
 
 
-def _due(plan: FaultPlan, kills: Sequence[Fault], entry: LogEntry) -> Iterator[Fault]:
+def _due(kills: Sequence[PlannedFault], entry: LogEntry) -> Iterator[PlannedFault]:
     """Yield the faults of the trainer that are due when this was published."""
     effects = entry.typed_effects() if kills and not entry.agent else ()
     for effect in effects:
@@ -175,7 +138,7 @@ class _Trainer:
 
     def __init__(self, command: Sequence[str], ended: threading.Event) -> None:
         self._command, self._ended = command, ended
-        self._killed: Fault | None = None
+        self._killed: PlannedFault | None = None
         self._leaving = threading.Event()
 
     def __enter__(self) -> Self:
@@ -193,13 +156,13 @@ class _Trainer:
             self._process.terminate()
             self._keeper.join()
 
-    def kill_later(self, fault: Fault) -> None:
+    def kill_later(self, fault: PlannedFault) -> None:
         """Kill the trainer, and have it started again."""
         timer = threading.Timer(fault.after_s, self._kill, [fault])
         timer.daemon = True
         timer.start()
 
-    def _kill(self, fault: Fault) -> None:
+    def _kill(self, fault: PlannedFault) -> None:
         logger.warning("fault %r on purpose: the trainer is killed", fault.name)
         self._killed = fault
         self._process.kill()

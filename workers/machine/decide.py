@@ -58,6 +58,7 @@ from workers.machine.state import (
     call_name,
     remember,
     with_engine_state,
+    with_fault,
 )
 from workers.machine.suppressed import clear_suppressed, on_another_launch, still_desired, suppress, without_trainer
 from workers.machine.weights import adopt_pushed, expect_push
@@ -538,11 +539,6 @@ def _on_started(state: AgentState, event: events.Started, _: Effects) -> AgentSt
     )
 
 
-def _on_fault(state: AgentState, event: events.FaultInjected, _: Effects) -> AgentState:
-    """Only count it: an agent under test decides as any other."""
-    return replace(state, faults={**state.faults, event.name: state.faults.get(event.name, 0) + 1})
-
-
 def _on_observed(state: AgentState, event: events.EngineObserved, effects: Effects) -> AgentState:
     """Correct what is believed about the engine. After a restart, first resolve the call that was cut off."""
     observation = event.observation
@@ -598,6 +594,6 @@ REACTIONS: Final[dict[type[events.Event], Callable[[AgentState, Any, Effects], A
     events.Tick: _on_tick,
     events.Started: _on_started,
     events.Stopping: _on_stopping,
-    events.FaultInjected: _on_fault,
+    events.FaultInjected: lambda state, event, _: with_fault(state, event.name),
 }
 """What each kind of event leads to. A dict: patterns of classes that do not match take as long as a whole function."""

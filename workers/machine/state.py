@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from schemas.commands import AdapterVersion
 from schemas.desired import Committed, Desired, ProfileSession
@@ -326,6 +327,11 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
 def remember(answers: tuple[Answer, ...], answer: Answer) -> tuple[Answer, ...]:
     """Return `answers` with `answer` added. Half are dropped at a time: dropping one each time would copy more."""
     return (answers[-REMEMBERED:] if len(answers) >= _MOST_REMEMBERED else answers) + (answer,)
+
+
+def with_fault(state: AgentState, name: str) -> AgentState:
+    """Return the state with one more fault of a game day. Nothing else: an agent under test decides as any other."""
+    return replace(state, faults={**state.faults, name: state.faults.get(name, 0) + 1})
 
 
 def call_name(call: Call) -> str:

@@ -1,4 +1,4 @@
-"""The faults of a game day: what goes wrong, where and when. Pure.
+"""The faults of a game day: what goes wrong, where and when. No I/O: what is drawn, is drawn from the seed.
 
 A plan is a TOML file that every agent of a staging fleet reads (`rolloutctl agent --faults`). Each agent works out by
 itself which faults are its own and when they are due, from the plan's seed, its place and what it sees of the run, so
@@ -7,7 +7,6 @@ that the same plan on the same run does the same.
 
 import tomllib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from random import Random
 from typing import Annotated, Final, Literal, NamedTuple, get_args
 
@@ -18,7 +17,6 @@ from schemas.errors import ConfigError
 from schemas.events import Call, CommandReceived, Effect, Event, Perform, SnapshotReceived
 from schemas.identity import Count, Identity, Name, NodeRank, Positive, ReplicaIndex
 from schemas.profiler.conversion import convert, did_you_mean, unknown_keys
-from workers.machine.state import call_name
 
 What = Literal[
     "kill_agent",
@@ -65,7 +63,7 @@ TAKES_SECONDS: Final[frozenset[What]] = frozenset(get_args(What)) - {
 CALL_NAMES: Final = frozenset(str(kind.__struct_config__.tag) for kind in get_args(Call))
 
 
-class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PlannedFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One fault.
 
     It is due when all that is given of `version`, `phase` and `call` comes together. Without any of them it is due when
@@ -111,20 +109,20 @@ class FaultPlan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     seed: Count = 0
-    fault: tuple[Fault, ...] = ()
+    fault: tuple[PlannedFault, ...] = ()
 
-    def of(self, identity: Identity) -> tuple[Fault, ...]:
+    def of(self, identity: Identity) -> tuple[PlannedFault, ...]:
         """Return the faults of one agent."""
         return tuple(fault for fault in self.fault if identity.replica in self._places(fault, identity))
 
-    def _places(self, fault: Fault, identity: Identity) -> frozenset[int]:
+    def _places(self, fault: PlannedFault, identity: Identity) -> frozenset[int]:
         if fault.what == "kill_trainer" or fault.node != identity.node_rank:
             return frozenset()
         if fault.random is not None:
             return frozenset(self._draw(fault.name).sample(fault.replicas, fault.random))
         return frozenset(fault.replicas or (identity.replica,))
 
-    def happens(self, fault: Fault, identity: Identity, occasion: "Occasion") -> bool:
+    def happens(self, fault: PlannedFault, identity: Identity, occasion: "Occasion") -> bool:
         """Return whether a fault with a rate happens at this occasion."""
         return fault.rate == 1 or self._draw(fault.name, identity.agent, occasion).random() < fault.rate
 
@@ -163,10 +161,10 @@ def occasions(event: Event, effects: Sequence[Effect], sync: tuple[Phase | None,
             yield Occasion(event.seq, command.phase, command.version)
     for effect in effects:
         if isinstance(effect, Perform):
-            yield Occasion(effect.call_id, *sync, call_name(effect.call))
+            yield Occasion(effect.call_id, *sync, str(effect.call.__struct_config__.tag))
 
 
-def is_due(fault: Fault, occasion: Occasion) -> bool:
+def is_due(fault: PlannedFault, occasion: Occasion) -> bool:
     """Return whether a fault is due at this occasion, apart from its rate and its limit."""
     if fault.version not in (None, occasion.version):
         return False
@@ -178,24 +176,26 @@ def is_due(fault: Fault, occasion: Occasion) -> bool:
     return wanted == occasion.phase
 
 
-def read_plan(file: Path) -> FaultPlan:
+def parse_plan(text: str, file: str = "the plan") -> FaultPlan:
     """Read a plan.
 
     Args:
-        file: A TOML file.
+        text: TOML.
+        file: Its name, for messages.
 
     Raises:
-        ConfigError: It can't be read, or a value is wrong. The text names the key, the value and what is allowed.
+        ConfigError: A value is wrong. The text names the key, the value and what is allowed.
     """
     try:
-        tree = tomllib.loads(file.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the fault plan {file} can't be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file} is not TOML: {error}") from error
-    for unknown in unknown_keys(tree, FaultPlan):
-        allowed = ", ".join(unknown.known)
-        raise ConfigError(f"{file}: {unknown.path} is unknown{unknown.suggestion}; allowed are {allowed}")
+    faults = tree.get("fault")
+    unknown = unknown_keys(tree, FaultPlan)
+    for index, fault in enumerate(faults if isinstance(faults, list) else ()):
+        unknown += unknown_keys(fault, PlannedFault, f"fault[{index}]")
+    for key in unknown:
+        raise ConfigError(f"{file}: {key.path} is unknown{key.suggestion}; allowed are {', '.join(key.known)}")
     try:
         plan = convert(tree, FaultPlan)
         for index, fault in enumerate(plan.fault):
@@ -206,7 +206,7 @@ def read_plan(file: Path) -> FaultPlan:
     return plan
 
 
-def _problems(fault: Fault, earlier: tuple[Fault, ...]) -> Iterator[str]:
+def _problems(fault: PlannedFault, earlier: tuple[PlannedFault, ...]) -> Iterator[str]:
     if any(fault.name == other.name for other in earlier):
         yield "another fault has this name; the log tells them apart by it"
     if fault.call is not None and fault.call not in CALL_NAMES:
@@ -226,7 +226,7 @@ def _problems(fault: Fault, earlier: tuple[Fault, ...]) -> Iterator[str]:
 # --- for people -------------------------------------------------------------------------------------------------------
 
 
-def described(plan: FaultPlan, fault: Fault) -> str:
+def described(plan: FaultPlan, fault: PlannedFault) -> str:
     """Return a sentence on what happens, where, when and how often."""
     if fault.what == "kill_trainer":
         where = ""
@@ -245,7 +245,7 @@ def _listed(replicas: tuple[int, ...] | list[int]) -> str:
     return f"replica{'' if len(replicas) == 1 else 's'} {', '.join(map(str, replicas))}"
 
 
-def _when(fault: Fault) -> str:
+def _when(fault: PlannedFault) -> str:
     later = f"{fault.after_s:g} s after " if fault.after_s else "at "
     sync = f" of the sync to v{fault.version}" if fault.version is not None else " of a sync"
     if fault.call is not None or fault.what in OF_CALLS:
@@ -258,7 +258,7 @@ def _when(fault: Fault) -> str:
     return f"{later}the {fault.phase or 'prepare'}{sync}"
 
 
-def _often(fault: Fault) -> str:
+def _often(fault: PlannedFault) -> str:
     chance = f", with a chance of {fault.rate:g} each time" if fault.rate < 1 else ""
     if fault.what == "kill_trainer":
         return chance

@@ -1,0 +1,175 @@
+"""Game days on real processes: each fault happens, is in the log, and the fleet is whole again."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from controlplane import ControlPlane
+from controlplane.record.log import RunLog
+from controlplane.report.collect import collect
+from controlplane.staging import StagingFleet
+from schemas.errors import CommandFailed
+from tests.running import ROOT
+from tests.waiting import wait_until
+from workers.engines.tiny.model import TinyConfig, TinyModel, save
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+NAMES = ("dies", "stops", "is cut off", "is held up", "loses", "refuses", "is slow", "is relabelled", "jumps")
+FAULTS = """
+seed = 3
+
+[[fault]]
+name = "dies"
+what = "kill_agent"
+replicas = [1]
+version = 2
+phase = "load"
+
+[[fault]]
+name = "stops"
+what = "stop_agent"
+seconds = 1.0
+replicas = [0]
+version = 3
+
+[[fault]]
+name = "is cut off"
+what = "cut"
+seconds = 1.0
+replicas = [1]
+version = 4
+phase = "load"
+
+[[fault]]
+name = "is held up"
+what = "hold"
+connection = "control"
+seconds = 0.5
+replicas = [0]
+version = 5
+phase = "load"
+
+[[fault]]
+name = "loses"
+what = "lose_answer"
+call = "load"
+replicas = [0]
+version = 6
+
+[[fault]]
+name = "refuses"
+what = "refuse"
+call = "pause"
+replicas = [1]
+version = 7
+
+[[fault]]
+name = "is slow"
+what = "slow"
+call = "resume"
+seconds = 0.3
+replicas = [1]
+version = 8
+
+[[fault]]
+name = "is relabelled"
+what = "label"
+seconds = 1.0
+replicas = [0]
+version = 9
+phase = "commit"
+
+[[fault]]
+name = "jumps"
+what = "jump_clock"
+seconds = 3600.0
+replicas = [1]
+version = 10
+"""
+
+
+def checkpoint(folder: Path, number: int) -> str:
+    torch.manual_seed(number)
+    save(TinyModel(TinyConfig()), folder / f"step_{number}")
+    return f"step_{number}"
+
+
+def serves(plane: ControlPlane, version: int, out: tuple[int, ...] = ()) -> Callable[[], bool]:
+    """Whether both replicas serve a version, but for those that the next sync has to bring back."""
+    return lambda: plane.serving() == {replica: version for replica in {0, 1}.difference(out)}
+
+
+def test_a_fleet_lives_through_a_game_day(fleet: Callable[..., StagingFleet], tmp_path: Path) -> None:
+    staging = fleet(faults=FAULTS, checkpoints=tmp_path)
+    with ControlPlane(staging.bus, log=tmp_path / "run.db", run="day", checkpoints=tmp_path) as plane:
+        plane.wait_for_agents(2, timeout=60).wait()
+        for number in range(1, 12):
+            sync = plane.sync_weights(None, checkpoint(tmp_path, number), timeout=30, quorum=1).wait()
+            assert sync.status == "committed", sync
+            wait_until(serves(plane, sync.version, sync.quarantined))
+        status = plane.status()
+        assert "game day: 0.0, 1.0 inject faults on purpose, 9 so far" in str(status)
+    verdict = staging.judge(tmp_path / "run.db")
+    report = collect(RunLog.walk(tmp_path / "run.db"))
+    assert sorted(fault.name for fault in report.faults) == sorted(NAMES)
+    assert all(fault.repaired_ns is not None for fault in report.faults), verdict
+    assert verdict.endswith("9 faults: all promises held")
+
+
+def test_a_full_disk_ends_the_agent_and_the_next_one_goes_on(
+    fleet: Callable[..., StagingFleet], tmp_path: Path
+) -> None:
+    plan = '[[fault]]\nname = "full"\nwhat = "fill_disk"\nseconds = 600.0\nreplicas = [0]\nversion = 2\n'
+    staging = fleet(faults=plan, checkpoints=tmp_path)
+    with ControlPlane(staging.bus, log=tmp_path / "run.db", run="day", checkpoints=tmp_path) as plane:
+        plane.wait_for_agents(2, timeout=60).wait()
+        for number in (1, 2):
+            assert plane.sync_weights(None, checkpoint(tmp_path, number), timeout=30, quorum=1).wait()
+        wait_until(serves(plane, 2))
+    assert "full (fill_disk) on 0.0" in staging.judge(tmp_path / "run.db")
+
+
+def test_chaos_run_starts_the_trainer_kills_it_and_judges(fleet: Callable[..., StagingFleet], tmp_path: Path) -> None:
+    plan = '[[fault]]\nname = "preempted"\nwhat = "kill_trainer"\nversion = 2\nphase = "load"\nseconds = 0.5\n'
+    staging = fleet(checkpoints=tmp_path)
+    (tmp_path / "plan.toml").write_text(plan)
+    for number in (1, 2, 3, 4):
+        checkpoint(tmp_path, number)
+    trainer = tmp_path / "trainer.py"
+    trainer.write_text(
+        "import sys\n"
+        "from controlplane import ControlPlane\n"
+        "bus, folder = sys.argv[1:]\n"
+        "with ControlPlane(bus, log=f'{folder}/run.db', run='day', checkpoints=folder) as plane:\n"
+        "    plane.wait_for_agents(2, timeout=60).wait()\n"
+        "    for number in range(1, 5):\n"
+        "        report = plane.sync_weights(None, f'step_{number}').wait()\n"
+        "        report.raise_for_failures()\n"
+    )
+    words = ["chaos", "run", str(tmp_path / "plan.toml"), "--log", str(tmp_path / "run.db"), "--", sys.executable]
+    done = subprocess.run(
+        [sys.executable, "-m", "controlplane.cli", *words, str(trainer), staging.bus, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "fault 'preempted' on purpose: the trainer is killed" in done.stderr
+    assert done.stdout.splitlines()[-1] == "0 faults: all promises held"
+    assert collect(RunLog.walk(tmp_path / "run.db")).epochs == 2
+
+
+def test_a_fleet_that_is_not_whole_at_the_end_is_judged_so(fleet: Callable[..., StagingFleet], tmp_path: Path) -> None:
+    plan = '[[fault]]\nname = "for good"\nwhat = "kill_agent"\nreplicas = [1]\nphase = "load"\ntimes = 0\n'
+    staging = fleet(faults=plan, checkpoints=tmp_path)
+    with ControlPlane(staging.bus, log=tmp_path / "run.db", run="day", checkpoints=tmp_path) as plane:
+        plane.wait_for_agents(2, timeout=60).wait()
+        plane.sync_weights(None, checkpoint(tmp_path, 1), timeout=30, quorum=1).wait()
+        with pytest.raises(CommandFailed, match="not whole at the end"):
+            staging.judge(tmp_path / "run.db")
