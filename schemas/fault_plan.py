@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal, NamedTuple, get_args
 
 from msgspec import Meta, Struct
 
-from schemas.commands import WeightSync
+from schemas.commands import Command, UnknownCommand, WeightSync
 from schemas.errors import ConfigError
 from schemas.events import Call, CommandReceived, Effect, Event, Perform, SnapshotReceived
 from schemas.identity import Count, Identity, Name, NodeRank, Positive, ReplicaIndex
@@ -146,22 +146,23 @@ class Occasion(NamedTuple):
     call: str = ""
 
 
-def occasions(event: Event, effects: Sequence[Effect], sync: tuple[Phase | None, int]) -> Iterator[Occasion]:
-    """Yield the moments that one decision of the agent is: a snapshot, a phase of a sync, a call.
+def occasions(event: Event, effects: Sequence[Effect], command: Command | UnknownCommand | None) -> Iterator[Occasion]:
+    """Yield the moments that one decision of an agent is: a snapshot, a phase of a sync, a call.
 
     Args:
         event: What the agent heard.
         effects: What it decided to do.
-        sync: Phase and version of the sync that it takes part in after it; (None, 0) if in none.
+        command: The command that its engine calls belong to, after this decision; None if they belong to none.
     """
     match event:
         case SnapshotReceived():
             yield Occasion(0)
-        case CommandReceived(command=WeightSync() as command):
-            yield Occasion(event.seq, command.phase, command.version)
+        case CommandReceived(command=WeightSync() as received):
+            yield Occasion(event.seq, received.phase, received.version)
+    phase, version = (command.phase, command.version) if isinstance(command, WeightSync) else (None, 0)
     for effect in effects:
         if isinstance(effect, Perform):
-            yield Occasion(effect.call_id, *sync, str(effect.call.__struct_config__.tag))
+            yield Occasion(effect.call_id, phase, version, str(effect.call.__struct_config__.tag))
 
 
 def is_due(fault: PlannedFault, occasion: Occasion) -> bool:

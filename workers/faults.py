@@ -92,8 +92,8 @@ class FaultInjector:
     def _heard(self, event: Event, effects: Sequence[Effect]) -> None:
         assert self._agent is not None
         state = self._agent.state
-        sync = state.desired.sync
-        for occasion in occasions(event, effects, (sync.phase, sync.version) if sync is not None else (None, 0)):
+        trigger = state.activity.trigger if state.activity is not None else None
+        for occasion in occasions(event, effects, trigger.command if trigger is not None else None):
             self._meet(state, occasion)
 
     def _meet(self, state: AgentState, occasion: Occasion) -> None:

@@ -116,7 +116,7 @@ def _watched(log: Path, ended: threading.Event) -> Iterator[LogEntry]:
             raise _Over
 
     try:
-        while not log.exists():
+        while not log.exists() or not log.stat().st_size:
             wait()
         yield from follow(log, 1, wait)
     except _Over:

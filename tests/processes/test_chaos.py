@@ -112,8 +112,8 @@ def test_a_fleet_lives_through_a_game_day(fleet: Callable[..., StagingFleet], tm
             sync = plane.sync_weights(None, checkpoint(tmp_path, number), timeout=30, quorum=1).wait()
             assert sync.status == "committed", sync
             wait_until(serves(plane, sync.version, sync.quarantined))
-        status = plane.status()
-        assert "game day: 0.0, 1.0 inject faults on purpose, 9 so far" in str(status)
+        said = "game day: 0.0, 1.0 inject faults on purpose, 9 so far"
+        wait_until(lambda: said in str(plane.status()))  # heartbeats count them
     verdict = staging.judge(tmp_path / "run.db")
     report = collect(RunLog.walk(tmp_path / "run.db"))
     assert sorted(fault.name for fault in report.faults) == sorted(NAMES)

@@ -51,11 +51,13 @@ def test_a_decision_is_a_snapshot_a_phase_or_a_call() -> None:
     load = WeightSync(phase="load", version=3)
     received = CommandReceived(at_ms=0, epoch=1, origin=1, seq=9, ttl_ms=1, command=load)
     call = Perform(call_id=4, call=Load(version=3, source=Checkpoint("a"), manifest=None))
-    assert list(occasions(received, [call], ("load", 3))) == [Occasion(9, "load", 3), Occasion(4, "load", 3, "load")]
+    assert list(occasions(received, [call], load)) == [Occasion(9, "load", 3), Occasion(4, "load", 3, "load")]
     snapshot = SnapshotReceived(at_ms=0, epoch=1, seq=0, desired=Desired())
-    assert list(occasions(snapshot, [], (None, 0))) == [Occasion(0)]
+    assert list(occasions(snapshot, [], None)) == [Occasion(0)]
     resume = CommandReceived(at_ms=0, epoch=1, origin=1, seq=9, ttl_ms=1, command=EngineCommand(operation="resume"))
-    assert list(occasions(resume, [Perform(call_id=5, call=Resume())], (None, 0))) == [Occasion(5, None, 0, "resume")]
+    assert list(occasions(resume, [Perform(call_id=5, call=Resume())], resume.command)) == [
+        Occasion(5, None, 0, "resume")
+    ]
 
 
 def test_each_agent_finds_its_own_faults() -> None:
