@@ -101,7 +101,7 @@ def checkpoint(folder: Path, number: int) -> str:
 
 def serves(plane: ControlPlane, version: int, out: tuple[int, ...] = ()) -> Callable[[], bool]:
     """Whether both replicas serve a version, but for those that the next sync has to bring back."""
-    return lambda: plane.serving() == {replica: version for replica in {0, 1}.difference(out)}
+    return lambda: plane.serving() == dict.fromkeys({0, 1}.difference(out), version)
 
 
 def test_a_fleet_lives_through_a_game_day(fleet: Callable[..., StagingFleet], tmp_path: Path) -> None:
