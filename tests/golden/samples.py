@@ -177,6 +177,7 @@ SAMPLES: tuple[Struct, ...] = (
     agent.Tick(at_ms=8),
     agent.Tick(at_ms=8, stacks="The stacks are in a file."),
     agent.Stopping(at_ms=9),
+    agent.FaultInjected(at_ms=9, name="dies at load", what="kill_agent", wall_ns=10),
     # its effects
     agent.Perform(call_id=1, call=agent.CheckSource(SOURCE, MANIFEST, 5)),
     agent.Perform(call_id=2, call=agent.Pause("wait")),

@@ -13,6 +13,7 @@ from controlplane.record.log import RunLog
 from controlplane.report.collect import collect
 from controlplane.staging import StagingFleet
 from schemas.errors import CommandFailed
+from tests.pages import blocks, module_of
 from tests.running import ROOT
 from tests.waiting import wait_until
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
@@ -173,3 +174,19 @@ def test_a_fleet_that_is_not_whole_at_the_end_is_judged_so(fleet: Callable[..., 
         plane.sync_weights(None, checkpoint(tmp_path, 1), timeout=30, quorum=1).wait()
         with pytest.raises(CommandFailed, match="not whole at the end"):
             staging.judge(tmp_path / "run.db")
+
+
+def test_the_pages_example_passes_and_its_plan_is_explained(tmp_path: Path) -> None:
+    example = module_of("docs/gamedays.md", "test_my_trainer", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(example)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (plan,) = blocks("docs/gamedays.md", "toml")
+    (tmp_path / "plan.toml").write_text(plan)
+    words = [sys.executable, "-m", "controlplane.cli", "chaos", "explain", str(tmp_path / "plan.toml")]
+    explained = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "switch fails: cut (20 s), commands only, on every replica, 0.5 s after the commit of a sync" in explained
