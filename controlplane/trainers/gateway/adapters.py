@@ -15,7 +15,7 @@ from msgspec import Raw
 
 from controlplane.machine.adapters import live_versions
 from controlplane.machine.coordinator_state import CoordinatorState, UsedAdapter
-from schemas.commands import AdapterVersion
+from schemas.commands import AdapterVersion, split_model
 from schemas.safetensors.format import UNTOUCHED, checkpoint_refused, open_file
 from schemas.safetensors.manifest import ADAPTER_CONFIG
 from schemas.safetensors.paths import resolve_below
@@ -34,8 +34,7 @@ _names_decoder = msgspec.json.Decoder(list[str | None] | str | None)
 
 def adapter_of(label: str) -> str:
     """Return the adapter that a trainer's name is about: `policy-v7` is a version of `policy`."""
-    name, mark, version = label.rpartition("-v")
-    return name if mark and name and version.isdecimal() else label
+    return split_model(label)[0] or label
 
 
 def label_of(version: AdapterVersion) -> str:
