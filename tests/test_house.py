@@ -1,4 +1,4 @@
-"""The rules of the house, checked: who may import whom, which modules stay pure, how large and how named things are.
+"""The rules of the house, checked: what may import what, which modules stay pure, how large and how named things are.
 
 A rule is a function from source files to what is wrong in them. Each has a test that runs it over the tree, and bad
 snippets in `CAUGHT` which show that it can fail. To move a module into or out of the pure ones, edit `PURE`.

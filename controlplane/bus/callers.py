@@ -15,7 +15,6 @@ from anyio import to_thread
 from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
-from controlplane.bus.switching import SwitchInterval
 from controlplane.machine.events import (
     CallerEvent,
     Conclude,
@@ -149,13 +148,10 @@ class Callers:
     Args:
         limit: Tickets that may be open at once.
         reply: Sends a message to an operator.
-        interval: Shortened while orders are open.
     """
 
-    def __init__(
-        self, limit: int, reply: Callable[[bytes, Reply], None], interval: SwitchInterval | None = None
-    ) -> None:
-        self._limit, self._reply, self._interval = limit, reply, interval or SwitchInterval(None)
+    def __init__(self, limit: int, reply: Callable[[bytes, Reply], None]) -> None:
+        self._limit, self._reply = limit, reply
         self._numbers = itertools.count(1)
         self._tickets: dict[int, Ticket[Any] | _OperatorTicket] = {}
         self._orders: deque[CallerEvent] = deque()
@@ -190,15 +186,7 @@ class Callers:
         if advice:
             self._advice[ticket.number] = advice
         if order is not None:
-            self._interval.shorten()
             self.queue(order)
-
-    def _pop(self, number: int) -> Ticket[Any] | _OperatorTicket | None:
-        """Take out a ticket that ends."""
-        ticket = self._tickets.pop(number, None)
-        if self._interval.shortened and all(other < 0 for other in tuple(self._tickets)):
-            self._interval.restore()
-        return ticket
 
     def queue(self, order: CallerEvent) -> None:
         """Queue an order, or something to take note of, for the next turn."""
@@ -208,7 +196,7 @@ class Callers:
     def withdraw(self, error: BusError, ticket: Ticket[Any]) -> None:
         """Fail a ticket that was added when the bus had already closed, unless a turn has its order all the same."""
         if self._unqueue(ticket.number):
-            self._pop(ticket.number)
+            self._tickets.pop(ticket.number, None)
             ticket.fail(_with_fate(error, ticket.number, queued=True))
 
     def _unqueue(self, number: int) -> bool:
@@ -231,7 +219,7 @@ class Callers:
         for number, ticket in list(self._tickets.items()):
             if now_us > ticket.deadline_us and isinstance(ticket, _OperatorTicket) is (reply is not None):
                 told = _with_fate(error, number, queued=self._unqueue(number))
-                self._pop(number)
+                self._tickets.pop(number, None)
                 if isinstance(ticket, _OperatorTicket) and reply is not None:
                     ticket = ticket._replace(reply=reply)
                 ticket.fail(told)
@@ -264,7 +252,7 @@ class Callers:
                 try:
                     found = await to_thread.run_sync(_read, root, request, abandon_on_cancel=True)
                 except (CheckpointError, OSError, ValueError) as error:
-                    if (ticket := self._pop(number)) is not None:
+                    if (ticket := self._tickets.pop(number, None)) is not None:
                         ticket.fail(error)
                     continue
                 if number in self._tickets:
@@ -293,7 +281,7 @@ class Callers:
 
     def resolve(self, number: int, result: Report | SyncReport | FleetStatus) -> None:
         """Resolve a ticket, if it is of this life of the bus."""
-        ticket, advice = self._pop(number), self._advice.pop(number, "")
+        ticket, advice = self._tickets.pop(number, None), self._advice.pop(number, "")
         if advice and isinstance(result, SyncReport) and result.status == "stale":
             result = replace(result, reason=advice)
         if ticket is not None:
@@ -301,14 +289,14 @@ class Callers:
 
     def refuse(self, effect: Refuse) -> None:
         """Fail the ticket of a command or sync that was refused."""
-        ticket, advice = self._pop(effect.ticket), self._advice.pop(effect.ticket, "")
+        ticket, advice = self._tickets.pop(effect.ticket, None), self._advice.pop(effect.ticket, "")
         reason = f"{effect.reason} ({advice})" if advice and effect.kind == "command" else effect.reason
         if ticket is not None:
             ticket.fail(_REFUSALS[effect.kind](reason))
 
     def fail(self, number: int, error: BaseException) -> None:
         """Fail a ticket, if it has not ended."""
-        if (ticket := self._pop(number)) is not None:
+        if (ticket := self._tickets.pop(number, None)) is not None:
             ticket.fail(error)
 
     def fail_all(self, error: BusError, *, operators: bool = True) -> None:
@@ -319,5 +307,5 @@ class Callers:
         self._pending_syncs.clear()
         for number, ticket in list(self._tickets.items()):
             if operators or isinstance(ticket, Ticket):
-                self._pop(number)
+                self._tickets.pop(number, None)
                 ticket.fail(_with_fate(error, number, number in queued))

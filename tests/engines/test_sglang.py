@@ -43,7 +43,7 @@ def blocks_it() -> None:
     """Marks the test after which the scheduler is busy for a minute."""
 
 
-# --- who acts ---------------------------------------------------------------------------------------------------------
+# --- which agents act -------------------------------------------------------------------------------------------------
 
 
 def test_health_proves_nothing_and_server_info_shows_which_node_has_the_tokenizer(fleet: SGLangFleet) -> None:

@@ -163,7 +163,7 @@ async def test_what_cannot_be_launched_is_an_error(servers: Servers, tmp_path: P
     await server.end()
 
 
-# --- somebody dies ----------------------------------------------------------------------------------------------------
+# --- something dies ---------------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager

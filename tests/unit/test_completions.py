@@ -1,4 +1,4 @@
-"""Rollouts from vLLM's completions route: who is asked, and what happens when one does not answer."""
+"""Rollouts from vLLM's completions route: which server is asked, and what happens when one does not answer."""
 
 import itertools
 import threading
@@ -110,7 +110,7 @@ def test_what_a_frozen_replica_owes_is_asked_of_others_once_it_no_longer_serves(
 
     def freeze(request: HttpRequest) -> Reply:
         if request.verb == "POST":
-            serving.clear()  # a sync: nobody serves, and nobody is given up
+            serving.clear()  # a sync: no replica serves, and none is given up
             posts.release()
             thaw.wait(60)
         return servers[0].reply(request)

@@ -1,4 +1,4 @@
-"""Who is in the fleet: hello, join, silence, two agents with one identity, and records that an agent misses."""
+"""The agents in the fleet: hello, join, silence, two agents with one identity, and records that an agent misses."""
 
 from typing import Any
 
@@ -371,7 +371,7 @@ def test_a_holder_that_comes_back_is_not_a_rival_of_itself() -> None:
     assert isinstance(bus.sent[0][1], Welcome) and bus.state.claims == {}
 
 
-# --- nodes of one replica that disagree ------------------------------------------------------------------------------
+# --- nodes of one replica that disagree -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -438,7 +438,7 @@ def test_what_is_desired_of_a_replica_follows_from_its_first_node_whatever_a_los
         assert bus.state.desired[0] == agents
 
 
-# --- missed records --------------------------------------------------------------------------------------------------
+# --- missed records ---------------------------------------------------------------------------------------------------
 
 
 def bus_with_commands(commands: int) -> Coordinator:

@@ -201,7 +201,7 @@ def test_a_failed_load_that_left_the_digest_unchanged_did_no_harm() -> None:
     after, _ = apply_result(engine, LOAD_2, events.Fault("engine_error", "No."), seen)
     assert not after.torn
     after, _ = apply_result(replace(engine, torn=True), LOAD_2, events.Fault("engine_error", "No."), seen)
-    assert after.torn, "nobody knows of which weights that digest is"
+    assert after.torn, "it is not known of which weights that digest is"
 
 
 @pytest.mark.parametrize("call", [events.StartProfile(SESSION, "d"), events.StopProfile(SESSION, "d")], ids=call_name)

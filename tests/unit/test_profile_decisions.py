@@ -50,7 +50,7 @@ def calls_for(state: AgentState, body: ProfileCommand, seq: int = 1) -> list[obj
     return [effect.call for effect in effects if isinstance(effect, Perform)]
 
 
-# --- who takes part ---------------------------------------------------------------------------------------------------
+# --- which take part --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ def test_the_skip_that_ends_a_wait_is_written_first_since_a_restart_could_find_t
 
 @pytest.mark.parametrize("memory", ["agent", "trainer"])
 def test_a_missed_push_is_no_success_of_an_engine_that_can_not_sleep_as_desired(memory: Memory) -> None:
-    """Nobody wakes it before the next sync, so it does not wait for its weights either."""
+    """Nothing wakes it before the next sync, so it does not wait for its weights either."""
     seen = replace(LABELLED, label="6", version=6)
     if memory == "agent":
         seen = replace(seen, operations=seen.operations - {Operation.SLEEP, Operation.WAKE})

@@ -327,7 +327,7 @@ def receiving(source: Broadcast, phase: str = "load") -> Desired:
 def test_a_broadcast_is_received_only_in_answer_to_its_own_load() -> None:
     ready = replace(PAUSED, checked=Committed(2, broadcast(), None))
     assert reconcile(receiving(broadcast()), ready, PRIMARY, load_commanded=True) == (Load(2, broadcast(), None),)
-    assert reconcile(receiving(broadcast()), ready, PRIMARY) == ()  # a restart in the middle: nobody would send to it
+    assert reconcile(receiving(broadcast()), ready, PRIMARY) == ()  # a restart in the middle: nothing is sent
 
 
 def test_a_broadcast_that_is_sent_once_more_is_received_by_those_that_have_it_too() -> None:

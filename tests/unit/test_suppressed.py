@@ -1,4 +1,4 @@
-"""What failed is not carried out later, and what failed for others takes nothing away from anybody."""
+"""What failed is not carried out later, and what failed for others takes nothing away."""
 
 import pytest
 from msgspec.structs import replace

@@ -1,4 +1,4 @@
-"""A weight sync from its request to its report: who takes part, who drops out, and what meets the quorum."""
+"""A weight sync from its request to its report: which replicas take part, which drop out, and what meets the quorum."""
 
 from typing import Any
 
