@@ -8,14 +8,12 @@ from schemas.events import (
     Answer,
     CheckSource,
     CommandReceived,
-    EngineObserved,
     EngineReturned,
     Event,
     Fault,
     HeadSeen,
     Load,
     MachineSettings,
-    Observation,
     Pause,
     Perform,
     Returned,
@@ -25,7 +23,7 @@ from schemas.events import (
 )
 from schemas.identity import Operation
 from schemas.outcomes import ErrorKind, Failed
-from tests.unit.machines import PRESENT, PRIMARY, START, agent, command, sync
+from tests.unit.machines import PRESENT, PRIMARY, START, agent, command, observed, sync
 from workers.machine.decide import decide, next_deadline
 from workers.machine.readiness import in_sync, trouble
 from workers.machine.state import AgentState
@@ -36,10 +34,6 @@ def fold(state: AgentState, *events: Event) -> AgentState:
     for event in events:
         state, _ = decide(state, event)
     return state
-
-
-def observed(observation: Observation) -> EngineObserved:
-    return EngineObserved(at_ms=0, observation=observation)
 
 
 STARTED = Started(at_ms=0, identity=PRIMARY, incarnation="a", settings=MachineSettings(max_buffered=4))

@@ -12,7 +12,6 @@ from tests.unit.machines import PRESENT, PRIMARY
 from tests.unit.test_reconcile import (
     BOTH,
     CACHE,
-    LOAD_2,
     ON_V1,
     PAUSED,
     READY,
@@ -26,6 +25,7 @@ from workers.machine.observe import apply_interruption, apply_observation, apply
 from workers.machine.state import EngineState, call_name, with_engine_state
 from workers.machine.weights import adopt_pushed
 
+LOAD_2 = events.Load(2, Checkpoint("v2"), None)
 # --- observations -----------------------------------------------------------------------------------------------------
 
 

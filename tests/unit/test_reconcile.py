@@ -17,8 +17,6 @@ from workers.machine.weights import holds_weights, wanted_weights
 
 V1 = Committed(1, Checkpoint("v1"), None)
 V2 = Committed(2, Checkpoint("v2"), None)
-CHECK_1, LOAD_1 = CheckSource(Checkpoint("v1"), None, 1), Load(1, Checkpoint("v1"), None)
-CHECK_2, LOAD_2 = CheckSource(Checkpoint("v2"), None, 2), Load(2, Checkpoint("v2"), None)
 SESSION = ProfileSession(3, ProfilePlan())
 OTHER = ProfileSession(2, ProfilePlan())
 BOTH: frozenset[Tag] = frozenset({"weights", "kv_cache"})
