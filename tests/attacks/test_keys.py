@@ -171,7 +171,7 @@ async def test_a_role_may_do_what_it_is_for_and_nothing_else(folder: KeyFolder, 
 
 
 @pytest.mark.parametrize("role", ["operator", "observer"])
-async def test_who_is_no_agent_joins_no_fleet(folder: KeyFolder, tmp_path: Path, role: Any) -> None:
+async def test_a_peer_that_is_no_agent_joins_no_fleet(folder: KeyFolder, tmp_path: Path, role: Any) -> None:
     keys = folder.add("ops", role, ())
     async with bus_of(folder, tmp_path) as bus, agent_of(reach(bus), keys, tmp_path / "state") as (_, ended):
         await until(lambda: bool(ended))

@@ -169,7 +169,7 @@ def test_memory_is_released_and_restored_by_tags(fleet: SGLangFleet) -> None:
 # --- an engine that is busy with a trace ------------------------------------------------------------------------------
 
 
-def test_trace_that_blocks_the_scheduler_is_reported_by_the_deadline_and_stops_nobody_else(
+def test_trace_that_blocks_the_scheduler_is_reported_by_the_deadline_and_stops_no_other_replica(
     fleet: SGLangFleet, blocks_it: None
 ) -> None:
     """Stacks of an idle scheduler, which spins: some seconds of it take SGLang a minute to write."""

@@ -78,7 +78,7 @@ def test_replica_that_loaded_goes_back_when_too_few_did(fleet: VLLMFleet) -> Non
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_discarded_weights_are_loaded_again_before_anybody_is_served(fleet: VLLMFleet) -> None:
+def test_discarded_weights_are_loaded_again_before_a_request_is_served(fleet: VLLMFleet) -> None:
     fleet.sync("c")
     before = fleet.tokens()
     acted(fleet.plane.sleep(discard=True).wait())

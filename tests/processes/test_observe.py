@@ -80,7 +80,7 @@ def is_another(bus: str, killed: str) -> bool:
     return onlooker(bus) not in ("", killed)
 
 
-def test_an_engine_is_the_same_whoever_looks_and_however_that_ends(engine: TinyEngine, tmp_path: Path) -> None:
+def test_an_engine_is_the_same_after_any_observer_however_that_ends(engine: TinyEngine, tmp_path: Path) -> None:
     before, log = state_of(engine), tmp_path / "run.db"
     with ExitStack() as stack:
         bus = stack.enter_context(started(*OBSERVE, log, stderr=subprocess.DEVNULL))

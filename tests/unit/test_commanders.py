@@ -84,7 +84,7 @@ def test_the_label_that_a_sync_waits_for_is_the_trainers_and_its_death_leaves_no
     assert called(effects) != [], "it goes back to the committed weights"
 
 
-def test_a_load_of_ones_own_that_was_not_answered_is_nobody_elses() -> None:
+def test_a_load_of_ones_own_that_was_not_answered_is_no_other_agents() -> None:
     """The trainer is gone too: the replica goes back to the committed weights, and serves."""
     loading = Desired(committed=V1, sync=Syncing(2, Checkpoint("v2"), None, "abort", phase="prepare"))
     state = agent(loading, seen=PAUSED)

@@ -143,7 +143,7 @@ def test_a_failed_start_withdraws_the_session_from_that_replica_only() -> None:
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-def test_who_has_not_answered_by_the_deadline_is_missing_and_the_others_are_not() -> None:
+def test_an_agent_that_has_not_answered_by_the_deadline_is_missing_and_the_others_are_not() -> None:
     bus = Coordinator("0.0", "1.0")
     bus.issue(PAUSE, timeout_ms=5000)
     bus.answer(a0_0=DONE)

@@ -175,7 +175,7 @@ def test_a_replica_whose_engine_went_away_is_paused_for_as_long_as_it_was_seen()
     assert pause.agents == ("1.0",) and "until it was last seen at 00:13:20.000 UTC" in pause.text
 
 
-def test_a_session_that_nobody_stops_is_leaked() -> None:
+def test_a_session_that_is_never_stopped_is_leaked() -> None:
     log = fleet("0.0", "1.0")
     for agent in ("0.0", "1.0"):
         log.sees(10, agent, replace(UP, profiling=True))

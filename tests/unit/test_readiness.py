@@ -52,7 +52,7 @@ def test_a_replica_that_was_told_not_to_serve_is_not_ready_and_not_in_trouble(se
     assert not status.ready and status.trouble == "" and status.held and "not ready" not in status.condition()
 
 
-def test_a_replica_whose_resume_failed_says_whom_it_waits_for() -> None:
+def test_a_replica_whose_resume_failed_says_what_it_waits_for() -> None:
     state, _ = fold(agent(desired=Desired(generation="paused"), seen=PAUSED), command(RESUME, 1))
     state, _ = fault(state, "No.", PAUSED)
     status = status_of(state)

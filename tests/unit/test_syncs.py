@@ -128,7 +128,7 @@ def test_it_stays_used_when_the_trainer_restarts() -> None:
     assert bus.refused and bus.published == []
 
 
-def test_a_version_that_nobody_was_told_to_load_may_be_used_for_other_weights() -> None:
+def test_a_version_that_no_agent_was_told_to_load_may_be_used_for_other_weights() -> None:
     bus = fleet()
     bus.sync(1, path="a")
     run_phases(bus, ONLY_0, ALL)

@@ -141,7 +141,7 @@ def test_nothing_is_called_without_a_command_while_the_memory_is_released() -> N
     assert [call_name(call) for call in made] == ["observe", "check_source", "pause", "load", "flush", "resume"]
 
 
-def test_a_call_that_nobody_commanded_waits_when_the_memory_turns_out_to_be_released() -> None:
+def test_a_call_without_a_command_waits_when_the_memory_turns_out_to_be_released() -> None:
     state = started(seen=replace(SERVING, version=0, generating=False))
     assert state.activity is not None and state.activity.calls == (Observe(),)
     state, effects = fold(
