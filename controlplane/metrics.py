@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Final
+from typing import Final, get_args
 
 from prometheus_client import Counter as Counted
 from prometheus_client import Histogram
@@ -26,14 +26,14 @@ from controlplane.machine.coordinator import LOGIC
 from controlplane.machine.coordinator_state import CoordinatorState
 from controlplane.machine.replicas import is_primary, proven_replicas, quarantined_replicas, syncing_replicas
 from controlplane.plane import ControlPlane
-from schemas.commands import Target, WeightSync
+from schemas.commands import SyncPhase, Target, WeightSync
 from schemas.formatting import command_kind, kind_and_reason
 from schemas.identity import ROLLOUT
 from schemas.reports import Report, SyncReport
 from schemas.transport.exposition import Sample, Table, TableCollector
 
 AGENT_STATES: Final = ("joining", "live", "gone", "left")
-PHASES: Final = ("prepare", "load", "commit", "abort")
+PHASES: Final = get_args(SyncPhase)
 KINDS: Final = (
     *("pause", "resume", "sleep", "wake", "flush", "abort", "epoch_start"),
     *("profile_start", "profile_stop", "profile_collect", "profile_check", "profile_finish"),

@@ -273,6 +273,12 @@ class AdapterVersion(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return f"{self.name}-v{self.version}"
 
 
+def split_model(model: str) -> tuple[str, str]:
+    """Return the adapter and the version that an engine's name stands for; both empty if it is of no version."""
+    name, _, version = model.rpartition("-v")
+    return (name, version) if name and version.isdecimal() else ("", "")
+
+
 class AdapterRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a sync of an adapter is asked with, beside its directory and version.
 
@@ -328,6 +334,10 @@ class ProfileCommand(Struct, frozen=True, kw_only=True, tag="profile", omit_defa
         return self.plan if role == ROLLOUT else self.roles.get(role)
 
 
+SyncPhase = Literal["prepare", "load", "commit", "abort"]
+"""A sync prepares, loads, and then commits or aborts."""
+
+
 class WeightSync(Struct, frozen=True, kw_only=True, tag="weights", omit_defaults=True):
     """One phase of a weight sync. The coordinator issues the phases in order: prepare, load, then commit or abort.
 
@@ -342,7 +352,7 @@ class WeightSync(Struct, frozen=True, kw_only=True, tag="weights", omit_defaults
             paused until a later commit without them in this set, an abort of this sync, or a restart of their agent.
     """
 
-    phase: Literal["prepare", "load", "commit", "abort"]
+    phase: SyncPhase
     version: Positive
     source: Source | None = None
     manifest: Manifest | None = None
@@ -368,7 +378,7 @@ class AdapterSync(Struct, frozen=True, kw_only=True, tag="adapter", omit_default
         keep: On `commit`: how many versions replicas hold from then on, the newest included.
     """
 
-    phase: Literal["prepare", "load", "commit", "abort"]
+    phase: SyncPhase
     adapter: AdapterVersion
     keep: Positive = 2
 

@@ -50,9 +50,6 @@ class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         agents_max: Places in the fleet, of agents that are there or gone. An agent at a further place is turned away.
         durability: `disk` flushes a group of records to the disk before it is published; `os` leaves that to the
             operating system, so a power cut may lose the last groups.
-        switch_interval_us: Switch interval of the interpreter (`sys.setswitchinterval`) while a command of the trainer
-            is open, for a trainer that computes in pure Python: each wake-up of the bus waits for one. It is of the
-            whole process, and is what it was before as soon as no command is open. None leaves it alone.
         log_bytes_max: Size to which the log is kept, about: its oldest records are dropped. None keeps all.
         log_age_max_s: Age from which records are dropped, about. None keeps all.
         observe: This bus observes a run that another trainer drives: it lets in observing agents only. None for a bus
@@ -70,7 +67,6 @@ class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     publish_port: Port | None = None
     agents_max: _Kept = 8_192
     durability: Literal["disk", "os"] = "os"
-    switch_interval_us: Annotated[int, Meta(ge=10, le=1_000_000)] | None = None
     log_bytes_max: Annotated[int, Meta(ge=1 << 20, le=1 << 50)] | None = None
     log_age_max_s: Annotated[int, Meta(ge=60, le=1 << 32)] | None = None
     observe: ObservePolicy | None = None

@@ -196,7 +196,7 @@ class _Bus:
     def _taken(self, position: int, event: bus_events.SamplesCounted) -> Iterator[Violation]:
         """What the trainer took of weights that are not proven."""
         for count in event.counts:
-            if count.accepted and count.proof not in ("proven", "launch"):
+            if count.accepted and count.proof not in bus_events.PROVEN:
                 version = f"v{count.version}" if count.version is not None else "an unknown version"
                 what = f"{count.adapter} {version}" if count.adapter else version
                 text = (

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from controlplane.bus.access import Access
 from controlplane.bus.binding import bound, end_context, warn_of_exposure
 from controlplane.bus.bus_loop import BusLoop
-from controlplane.bus.callers import NOTHING_SENT, PHASES, Request, checked_request
+from controlplane.bus.callers import NOTHING_SENT, PHASES, REASON_MAX, checked_order
 from controlplane.bus.descriptors import raise_limit
 from controlplane.bus.inbox import Inbox
 from controlplane.bus.key_folder import KeyFolder
@@ -86,7 +86,7 @@ class Bus(BusLoop):
         self._checkpoints = checkpoints
         self._access: Access | None = None
         self._given_context = context
-        self.orders: Listeners[[Request]] = Listeners()
+        self.orders: Listeners[[events.CallerEvent]] = Listeners()
         self._jobs: deque[tuple[Callable[[], Awaitable[Any]], Ticket[Any]]] = deque()
         self._job_added = asyncio.Event()
         self._exited = False
@@ -167,8 +167,10 @@ class Bus(BusLoop):
 
     def note_sent(self, ticket: Ticket[SyncReport], failure: str | None = None) -> None:
         """Tell the bus that the weights of this sync were sent, or why they will not come: its load phase ends soon."""
-        self.callers.note_sent(ticket, failure)
-        self._wakeup.notify()
+        if failure is None:
+            self._note(events.SendReturned(at_us=0, at_ns=0, ticket=ticket.number))
+        else:
+            self._note(events.SendFailed(at_us=0, at_ns=0, ticket=ticket.number, reason=failure[:REASON_MAX]))
 
     def note_samples(self, step: int, counts: tuple[events.SampleCount, ...]) -> None:
         """Record what the trainer has judged. Waits for nothing; may be called from any thread.
@@ -177,8 +179,10 @@ class Bus(BusLoop):
             step: The training step; 0 before the first.
             counts: Since the last call.
         """
-        counted = events.SamplesCounted(at_us=0, at_ns=0, step=step, counts=counts)
-        self.callers.note_samples(checked_request(counted))
+        self._note(checked_order(events.SamplesCounted(at_us=0, at_ns=0, step=step, counts=counts)))
+
+    def _note(self, event: events.CallerEvent) -> None:
+        self.callers.queue(event)
         self._wakeup.notify()
 
     def retire(self, places: tuple[str, ...]) -> Ticket[FleetStatus]:
@@ -212,14 +216,14 @@ class Bus(BusLoop):
             await self.change()
         return self.state
 
-    def _hand_over(self, order: Request, *tickets: Ticket[Any], advice: str = "") -> None:
-        order = checked_request(order)
+    def _hand_over(self, order: events.CallerEvent, ticket: Ticket[Any], *, advice: str = "") -> None:
+        order = checked_order(order)
         self._check()
         self.orders.notify(order)
-        self.callers.add(self.now_us(), order, *tickets, advice=advice)
+        self.callers.add(self.now_us(), order, ticket, advice=advice)
         self._wakeup.notify()
         if self.closed or self.fault is not None:  # meanwhile, and perhaps after all open tickets were failed
-            self.callers.withdraw(self.fault or _closed(self.address), *tickets)
+            self.callers.withdraw(self.fault or _closed(self.address), ticket)
 
     def run_soon(self, job: Callable[[], Awaitable[R]], timeout_ms: int) -> Ticket[R]:
         """Run a function in the loop of the bus, and return a ticket for its result. May be called from any thread.

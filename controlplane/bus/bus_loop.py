@@ -30,7 +30,6 @@ from controlplane.bus.held_up import HeldUp
 from controlplane.bus.inbox import Inbox, connection_of
 from controlplane.bus.notices import Notices
 from controlplane.bus.recent import Recent
-from controlplane.bus.switching import SwitchInterval
 from controlplane.bus.turn_clock import TurnClock
 from controlplane.machine import events
 from controlplane.machine.coordinator import CoordinatorState, decide, next_deadline
@@ -87,7 +86,7 @@ class BusLoop:
         self.state = log.state
         self.fault: BusFaulted | None = None
         self.closed = True
-        self.callers = Callers(config.queue, self._reply, SwitchInterval(config.switch_interval_us))
+        self.callers = Callers(config.queue, self._reply)
         self.decisions: Listeners[[events.CoordinatorEvent, events.CoordinatorEffects]] = Listeners()
         self._pending_notifications: list[tuple[events.CoordinatorEvent, events.CoordinatorEffects]] = []
         self.insecure = False

@@ -8,6 +8,7 @@ from typing import Final, TypeVar
 import anyio
 import zmq
 
+from controlplane.bus.callers import PHASES
 from schemas import wire
 from schemas.commands import AdapterDrop, AdapterRequest, EngineCommand, ProfileCommand, Target
 from schemas.config import milliseconds, within_bounds
@@ -21,8 +22,6 @@ R = TypeVar("R", FleetStatus, Report, SyncReport)
 
 ANSWER_S: Final = 5.0
 """How long a bus may take to reply, in addition to the timeout of a command."""
-PHASES_OF_A_SYNC: Final = 3
-"""Phases of a sync: prepare, load, then commit or abort."""
 
 
 async def ask_status(bus: str, timeout_s: float = ANSWER_S, keys: KeySource | None = None) -> FleetStatus:
@@ -78,7 +77,7 @@ async def sync(
             other weights. Nothing was sent to the agents.
     """
     request = wire.SyncRequest(path=path, version=version, timeout_ms=milliseconds(timeout_s), adapter=adapter)
-    return await _ask(bus, within_bounds(request), SyncReport, PHASES_OF_A_SYNC * timeout_s + ANSWER_S, keys)
+    return await _ask(bus, within_bounds(request), SyncReport, PHASES * timeout_s + ANSWER_S, keys)
 
 
 async def retire(

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from controlplane.machine import events
 from schemas.agent_status import AgentStatus
-from schemas.commands import AdapterVersion, Command
+from schemas.commands import AdapterVersion, Command, SyncPhase
 from schemas.config import BusConfig
 from schemas.desired import Committed, Desired
 from schemas.identity import Count, Positive, agent_of
@@ -143,6 +143,11 @@ class KnownAdapter(Struct, frozen=True, kw_only=True):
     requested: Count = 0
     used: tuple[UsedAdapter, ...] = ()
 
+    @property
+    def newest_committed(self) -> int:
+        """The newest version that was ever committed, of those that are remembered; 0 if there is none."""
+        return max((used.adapter.version for used in self.used if used.committed_seq), default=0)
+
 
 class Sync(Struct, frozen=True, kw_only=True):
     """A sync in progress, of base weights or of one adapter.
@@ -163,7 +168,7 @@ class Sync(Struct, frozen=True, kw_only=True):
 
     request: events.SyncRequested
     version: Positive
-    phase: Literal["prepare", "load", "commit", "abort"] = "prepare"
+    phase: SyncPhase = "prepare"
     seq: Count = 0
     members: frozenset[Count] = frozenset()
     lost: frozenset[Count] = frozenset()

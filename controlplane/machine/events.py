@@ -4,7 +4,7 @@
 `ticket` names the caller that waits for the result, and is unique in one life of the bus.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
@@ -19,6 +19,7 @@ from schemas.wire import Downward, Envelope, Hello
 Peer = Annotated[str, Meta(max_length=255)]
 Proof = Literal["proven", "launch", "unproven", "aborted", "unknown"]
 """Whether weights were proven to be what a replica had, see `controlplane.machine.provenance`."""
+PROVEN: Final[tuple[Proof, ...]] = ("proven", "launch")
 OnUnreachable = Literal["skip", "wait"]
 """What a sync does about replicas that are known to be unable to answer: skip them, or wait for them."""
 

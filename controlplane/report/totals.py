@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 from controlplane.analysis.findings import OBSERVED, ObservedReplica
 from controlplane.analysis.invariants import Violation
-from controlplane.machine.events import SamplesCounted
+from controlplane.machine.events import PROVEN, SamplesCounted
 from controlplane.machine.provenance import mean_staleness
 from controlplane.report.fleet_history import AgentHistory, Quarantine, ReplicaHistory
 from controlplane.report.model import (
@@ -191,7 +191,7 @@ class Totals:
             summary.accepted += count.sequences * count.accepted
             summary.refused += count.sequences * (not count.accepted)
             summary.tokens += count.tokens
-            summary.unproven += count.tokens * (count.proof not in ("proven", "launch"))
+            summary.unproven += count.tokens * (count.proof not in PROVEN)
 
     def _add_alike(self, kept: list[Refusal], kind: str, reason: str, now_ns: int) -> None:
         """Add what went wrong to others that did for the same reason."""

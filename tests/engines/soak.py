@@ -25,19 +25,16 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
-import anyio
 import httpx
 import psutil
 
 from controlplane import ControlPlane
 from schemas.commands import Checkpoint
 from schemas.config import BusConfig
-from schemas.errors import EngineError
 from schemas.reports import SyncReport
 from tests.engines.models import save_model, save_weights, weights
 from tests.engines.reports import BUS
-from tests.engines.servers import VLLM_TOKENS, AgentProcess, EngineServer, Process, wait_for
-from workers.conformance.server_client import ServerClient
+from tests.engines.servers import VLLM_TOKENS, AgentProcess, EngineServer, Process, Request, begin, wait_for
 
 EVERY_S: Final = 10.0
 PROBE: Final = [7 * place % 251 + 1 for place in range(300)]
@@ -47,40 +44,6 @@ FROZEN: Final = {"vllm": VLLM_TOKENS - 100, "sglang": 3000}
 """Tokens of a request that outlasts a sync, on a fast machine too."""
 ALWAYS: Final = 2
 """Requests that always run."""
-
-
-class Stream(threading.Thread):
-    """One greedy request, streamed; `tokens` grows."""
-
-    def __init__(self, kind: str, url: str, prompt: Sequence[int], asked: int) -> None:
-        super().__init__(daemon=True)
-        self._kind, self._url, self._prompt, self.asked = kind, url, list(prompt), asked
-        self.tokens: list[int] = []
-        self._ended = False
-        self.start()
-
-    def run(self) -> None:
-        with suppress(EngineError):  # its reader sees that it has ended
-            anyio.run(self._stream)
-
-    async def _stream(self) -> None:
-        client = ServerClient(self._kind, self._url)
-        try:
-            async for token in client.generate(self._prompt, self.asked):
-                self.tokens.append(token)
-                if self._ended:
-                    break
-        finally:
-            await client.close()
-
-    def grows_to(self, count: int) -> None:
-        """Wait until it has that many tokens."""
-        wait_for(f"{count} tokens", lambda: len(self.tokens) >= count or not self.is_alive())
-        assert len(self.tokens) >= count, f"it ended with {len(self.tokens)} of {self.asked} tokens"
-
-    def end(self) -> None:
-        """Close its connection at the next token, so that the engine aborts it."""
-        self._ended = True
 
 
 class KeepFleet:
@@ -120,9 +83,7 @@ class KeepFleet:
 
     def answer(self, prompt: Sequence[int], asked: int = ANSWER) -> list[int]:
         """What a new request gets."""
-        stream = Stream(self.kind, self.server.url, prompt, asked)
-        stream.grows_to(asked)
-        return stream.tokens
+        return begin(self.kind, self.server.url, prompt, asked, None).grows_to(asked).tokens
 
     def whole(self, prompt: Sequence[int], asked: int) -> dict[str, Any]:
         """What one request gets on the route whose answers name versions. Waits until it has ended."""
@@ -137,9 +98,9 @@ class KeepFleet:
         answer = httpx.post(self.server.url + path, json=body, timeout=400)
         return dict(answer.raise_for_status().json())
 
-    def stream(self, prompt: Sequence[int]) -> Stream:
+    def stream(self, prompt: Sequence[int]) -> Request:
         """Begin a request that outlasts a sync."""
-        return Stream(self.kind, self.server.url, prompt, FROZEN[self.kind])
+        return begin(self.kind, self.server.url, prompt, FROZEN[self.kind], None)
 
 
 UNI: Final = ("--distributed-executor-backend", "uni")
@@ -149,14 +110,14 @@ UNI_VARIABLES: Final = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """See `vllm_fleet.py`: no process that spins, since the soak wants the engine's time and not the machine's."""
 
 
-def wrong_answers(fleet: KeepFleet, frozen: Stream) -> list[str]:
+def wrong_answers(fleet: KeepFleet, frozen: Request) -> list[str]:
     """What is wrong after a sync: with a new request of a cached prompt, and with one that was frozen."""
     wrong = []
     if (found := fleet.answer(PROBE)) != (wanted := fleet.expected[fleet.held]):
         wrong.append(f"a cached prompt was answered {found}, by {fleet.held} alone it is {wanted}")
     made = len(frozen.tokens)  # all of these were made before now, and what follows by the new weights
     frozen.grows_to(made + ANSWER)
-    frozen.end()  # or such requests fill a slow engine, one more with each sync
+    frozen.close()  # or such requests fill a slow engine, one more with each sync
     if (found := frozen.tokens[made : made + ANSWER]) != (
         wanted := fleet.answer([*FROZEN_PROMPT, *frozen.tokens[:made]])
     ):
@@ -193,7 +154,7 @@ class Found:
         except AssertionError as error:  # an answer did not come
             self._note(fleet, str(error))
         finally:
-            frozen.end()
+            frozen.close()
 
     def _note(self, fleet: KeepFleet, *lines: str) -> None:
         self.wrong += len(lines)
@@ -239,7 +200,7 @@ def always(kind: str, url: str) -> None:
     def ask(first: int) -> None:
         for number in range(1_000_000_000):
             prompt = [first, *(number // 200**place % 200 + 1 for place in range(4))]
-            Stream(kind, url, prompt, 400).join()
+            begin(kind, url, prompt, 400, None).join()
 
     for first in range(ALWAYS):
         threading.Thread(target=ask, args=(first + 1,), daemon=True).start()
@@ -249,7 +210,7 @@ def always(kind: str, url: str) -> None:
 
 
 def _running(kind: str, url: str) -> bool:
-    stream = Stream(kind, url, [3], 2)
+    stream = begin(kind, url, [3], 2, None)
     stream.join()
     return len(stream.tokens) == 2 and httpx.get(url + "/health", timeout=30).is_success
 

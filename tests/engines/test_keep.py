@@ -66,7 +66,7 @@ def test_a_frozen_request_is_of_the_old_weights_up_to_one_token_and_of_the_new_o
     ended = len(frozen.tokens)
     frozen.grows_to(ended + 2 * ANSWER)
     made = frozen.tokens[: ended + 2 * ANSWER]
-    frozen.end()
+    frozen.close()
     fleet.sync(old).raise_unless_committed()
     places = range(began - ANSWER, ended + ANSWER)
     last_alone = places[bisect_left(places, True, key=lambda at: not goes_on(fleet, made, at)) - 1]
@@ -85,7 +85,7 @@ def test_each_token_of_a_frozen_request_is_traced_to_the_version_that_made_it(fl
         beside.grows_to(20)  # by then the other, which is older, has some
         before = fleet.version
         fleet.sync(new).raise_unless_committed()
-        beside.end()
+        beside.close()
         (sample,) = fleet.plane.provenance(answer.result(), replica=0)
     made = answer.result()["choices"][0]["token_ids"] if fleet.kind == "vllm" else answer.result()["output_ids"]
     first, last = sample.spans

@@ -31,7 +31,7 @@ from tests.simulation.adapters import AdapterTrainer, Files, Shelf
 from tests.simulation.agent import Process
 from tests.simulation.bus import Bus, Log
 from tests.simulation.engine import BROADCAST, LAUNCH_LABEL, Engine, Temper
-from tests.simulation.promises import Broken, Ledger, Promises
+from tests.simulation.promises import Ledger, Promises
 from tests.simulation.slot import Slot
 from tests.simulation.trainer import Trainer
 from tests.simulation.weather import ENGINES, LOSES, Weather
@@ -553,28 +553,32 @@ def simulate(seed: int, mechanisms: Mechanisms | None = None, story: list[str] |
     return world
 
 
-def main() -> int:
-    """Run one seed and print its story, or a range of seeds and print what broke; of that the `first`, if wanted."""
+def main(simulate: Callable[[int, list[str] | None], object]) -> int:
+    """Run one seed and print its story, or a range of seeds and print what broke; of that the `first`, if wanted.
+
+    Args:
+        simulate: Plays the run of a seed, and adds to a story.
+    """
     arguments = sys.argv[1:]
     first, *last = (int(number) for number in arguments[:2])
     if not last:
-        return 1 if _tell(first, []) else 0
+        return 1 if _tell(simulate, first, []) else 0
     broken = 0
     for seed in range(first, *last):
-        broken += bool(_tell(seed))
+        broken += bool(_tell(simulate, seed, None))
         if broken and arguments[2:] == ["first"]:
             return 1
     sys.stdout.write(f"{last[0] - first} seeds, {broken} broke a promise\n")
     return 1 if broken else 0
 
 
-def _tell(seed: int, story: list[str] | None = None) -> str:
+def _tell(simulate: Callable[[int, list[str] | None], object], seed: int, story: list[str] | None) -> str:
     """Run a seed; print its story, if wanted, and what broke. Returns that."""
     found = ""
     try:
-        simulate(seed, story=story)
-    except Broken as broken:
-        found = f"seed {seed}: {broken}"
+        simulate(seed, story)
+    except Exception as error:
+        found = f"seed {seed}: {type(error).__name__} {error}"
     if story is not None or found:
         sys.stdout.write("\n".join([*(story or ()), found or "every promise held"]) + "\n")
         sys.stdout.flush()
@@ -582,4 +586,4 @@ def _tell(seed: int, story: list[str] | None = None) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(lambda seed, story: simulate(seed, story=story)))

@@ -9,6 +9,7 @@ that were tried they were kept because some seed notices them. A line that has c
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType
@@ -183,17 +184,26 @@ class Finder:
 @pytest.mark.long
 @pytest.mark.parametrize("name", GUARDS)
 def test_without_a_guard_a_promise_breaks(name: str) -> None:
-    command = [sys.executable, "-m", __name__, name, str(GUARDS[name].first), "400"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    check_noticed(__name__, name, GUARDS[name].first, 400)
+
+
+def check_noticed(module: str, name: str, first: int, last: int) -> None:
+    """Check in another process that a seed notices."""
+    command = [sys.executable, "-m", module, name, str(first), str(last)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
 
 
-def main() -> int:
-    """Run seeds without a guard until one notices, and print which."""
-    name, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    sys.meta_path.insert(0, Finder(GUARDS[name]))
-    from tests.simulation.cluster import simulate
+def search(guards: Mapping[str, Guard], worlds: str) -> int:
+    """Run seeds without a guard until one notices, and print which.
 
+    Args:
+        guards: By name.
+        worlds: The module that runs a seed.
+    """
+    name, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    sys.meta_path.insert(0, Finder(guards[name]))
+    simulate = importlib.import_module(worlds).simulate
     for seed in (first, *range(last)):
         try:
             simulate(seed)
@@ -205,4 +215,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(search(GUARDS, "tests.simulation.cluster"))

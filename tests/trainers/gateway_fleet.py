@@ -142,7 +142,7 @@ class GatewayFleet:
         return [effect.report for effect in effects if isinstance(effect, Conclude) and effect.report is not None]
 
     def syncs(self) -> list[tuple[str, tuple[int, ...]]]:
-        """How each sync ended, and who loaded it."""
+        """How each sync ended, and which replicas loaded it."""
         return [(report.status, report.loaded) for report in self.concluded() if isinstance(report, SyncReport)]
 
     def operations(self) -> list[str]:

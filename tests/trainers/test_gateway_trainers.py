@@ -291,7 +291,7 @@ def test_during_an_update_requests_go_on_to_the_engines_that_take_part(fleet: Ga
 
 
 def test_a_trainer_that_went_back_a_step_loads_what_it_wrote_to_the_same_path(fleet: GatewayFleet) -> None:
-    """Killed in an update, whose answer nobody reads; restarted a step earlier, it writes other weights there."""
+    """Killed in an update, whose answer nothing reads; restarted a step earlier, it writes other weights there."""
     for gated in fleet.engines:
         gated.may_load.clear()
     body = {"weight_dir": str(fleet.write("step_1", 1))}

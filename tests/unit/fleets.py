@@ -30,7 +30,7 @@ class Coordinator:
     """The machine of the trainer's side, fed one event at a time. `effects` are those of the last event."""
 
     def __init__(self, *agents: str, settings: events.CoordinatorSettings = SETTINGS) -> None:
-        """An open bus on an empty log whose fleet is `agents`. Nobody is in the fleet yet at its first command."""
+        """An open bus on an empty log whose fleet is `agents`. No agent is in the fleet yet at its first command."""
         self.state = CoordinatorState()
         self.effects: tuple[events.CoordinatorEffect, ...] = ()
         self.history: list[events.CoordinatorEvent] = []

@@ -1,6 +1,5 @@
 """LoRA adapters on an agent: what it loads and unloads, what it believes of its engine, and what its status says."""
 
-from collections.abc import Sequence
 from typing import Literal
 
 from msgspec.structs import replace
@@ -10,7 +9,6 @@ from schemas.desired import Adapter, Desired
 from schemas.events import (
     Call,
     CheckAdapter,
-    Effect,
     EngineObserved,
     EngineReturned,
     Fault,
@@ -18,7 +16,6 @@ from schemas.events import (
     LeaseExpired,
     LoadAdapter,
     Observation,
-    Perform,
     Returned,
     Started,
     Tick,
@@ -26,7 +23,7 @@ from schemas.events import (
 )
 from schemas.identity import Operation
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
-from tests.unit.machines import PRESENT, agent, answers, carry_out, command, fault, fold
+from tests.unit.machines import PRESENT, agent, answers, carry_out, command, fault, fold, performed
 from workers.link.heartbeat import status_of
 from workers.machine.decide import decide, next_deadline
 from workers.machine.readiness import is_ready
@@ -53,10 +50,6 @@ def wanting(*numbers: int, loading: int = 0) -> Desired:
 
 def holding(*numbers: int) -> Observation:
     return replace(PRESENT, adapters={version(number).model: version(number).path for number in numbers})
-
-
-def performed(effects: Sequence[Effect]) -> list[Call]:
-    return [effect.call for effect in effects if isinstance(effect, Perform)]
 
 
 def lost_answer(state: AgentState, seen: Observation | None) -> tuple[AgentState, list[Call]]:

@@ -70,7 +70,7 @@ def test_a_name_that_is_taken_gets_a_number(plane: ControlPlane) -> None:
     assert list((plane.checkpoints / "step_1").iterdir()) == []
 
 
-def test_a_checkpoint_that_was_not_written_is_published_to_nobody(plane: ControlPlane) -> None:
+def test_a_checkpoint_that_was_not_written_is_published_to_no_agent(plane: ControlPlane) -> None:
     def full(folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half of it")
         raise OSError("no space left")
@@ -100,7 +100,7 @@ def test_a_sync_waits_for_that_of_an_operator_and_says_so(
     assert plane.serving() == {0: 2, 1: 2}
 
 
-def test_a_checkpoint_whose_sync_has_no_report_is_deleted_once_nobody_needs_it(
+def test_a_checkpoint_whose_sync_has_no_report_is_deleted_once_no_replica_needs_it(
     plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(_: object) -> None:

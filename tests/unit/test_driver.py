@@ -81,12 +81,10 @@ def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
 
 
 async def test_a_command_does_not_wait_for_an_observation_that_hangs(
-    bus: Bus, engine: Engine, run: Run, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, engine: Engine, joined: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "OBSERVE_SHARE", 0.02)  # of the time that is left after its call
-    async with run() as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+    async with joined():
         unkind(engine).reads = "hang"
         with anyio.fail_after(10):
             await unkind(engine).hanging.wait()
@@ -96,12 +94,10 @@ async def test_a_command_does_not_wait_for_an_observation_that_hangs(
 
 
 async def test_an_observation_that_ends_late_with_a_cancellation_of_its_own_ends_nothing_else(
-    bus: Bus, engine: Engine, run: Run
+    bus: Bus, engine: Engine, joined: Run
 ) -> None:
     """It gave way to a command, and its backend could not be cancelled at once."""
-    async with run() as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+    async with joined() as agent:
         unkind(engine).reads = "end late"
         with anyio.fail_after(10):
             await unkind(engine).hanging.wait()
@@ -113,12 +109,10 @@ async def test_an_observation_that_ends_late_with_a_cancellation_of_its_own_ends
 
 
 async def test_an_engine_whose_observation_hangs_is_unknown_until_it_can_be_read(
-    bus: Bus, engine: Engine, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bus: Bus, engine: Engine, joined: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(driver, "OBSERVE_S", 0.05)
-    async with run() as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+    async with joined() as agent:
         unkind(engine).reads = "hang"
         state = await reaches(agent, lambda state: state.engine.tokenizer == "unknown")
         assert state.engine.trouble == "fake 1 can't be read: Unkind.observe did not return within 0.05 s"
@@ -133,11 +127,9 @@ async def test_an_engine_whose_observation_hangs_is_unknown_until_it_can_be_read
     ids=lambda value: type(value).__name__,
 )
 async def test_an_observation_that_raises_is_logged_once_with_the_name_of_the_backend(
-    raised: BaseException, says: str, bus: Bus, engine: Engine, run: Run, caplog: pytest.LogCaptureFixture
+    raised: BaseException, says: str, bus: Bus, engine: Engine, joined: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with run() as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+    async with joined() as agent:
         unkind(engine).reads = raised
         await reaches(agent, lambda state: state.engine.tokenizer == "unknown")
         unkind(engine).reads = "well"
@@ -150,13 +142,11 @@ async def test_an_observation_that_raises_is_logged_once_with_the_name_of_the_ba
 
 @pytest.mark.parametrize("directory", [None, "/models/policy"])
 async def test_an_engine_whose_first_weights_can_not_be_loaded_again_is_named_at_its_start(
-    directory: str | None, bus: Bus, engine: Engine, run: Run, caplog: pytest.LogCaptureFixture
+    directory: str | None, bus: Bus, engine: Engine, joined: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     unkind(engine).launched_from = directory
-    async with run() as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+    async with joined():
         bus.publish(PAUSE)
         await bus.outcome(1)
     said = [record.getMessage() for record in caplog.records if "can't be loaded again" in record.getMessage()]
@@ -178,14 +168,12 @@ async def test_what_is_read_and_can_not_be_recorded_is_said_too(bus: Bus, engine
 
 
 async def test_a_cancelled_task_of_the_backend_is_an_outcome_and_the_driver_goes_on(
-    bus: Bus, engine: Engine, run: Run, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, engine: Engine, joined: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def perform(call: Call, timeout_s: float) -> Returned:
         raise asyncio.CancelledError
 
-    async with run() as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+    async with joined():
         with monkeypatch.context() as patched:
             patched.setattr(engine, "perform", perform)
             bus.publish(FLUSH)

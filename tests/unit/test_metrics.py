@@ -224,7 +224,7 @@ async def test_an_agent_shows_its_state_its_outcomes_and_its_calls(bus: Bus, eng
     assert seen("rolloutctl_agent_engine_call_age_seconds") == 0
 
 
-def test_metrics_are_served_where_nobody_else_listens(plane: ControlPlane) -> None:
+def test_metrics_are_served_where_nothing_else_listens(plane: ControlPlane) -> None:
     served, end = serve_metrics(BusCollector(plane), "0")
     try:
         with urllib.request.urlopen(served, timeout=20) as answer:

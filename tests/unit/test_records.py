@@ -418,7 +418,7 @@ def test_a_thread_copies_the_log_and_commits_begin_it_anew(path: Path, checkpoin
     assert read(path) == records(1, last)
 
 
-def test_a_reader_that_holds_its_place_holds_up_nobody(path: Path, checkpoints: "Queue[tuple[int, int]]") -> None:
+def test_a_reader_that_holds_its_place_holds_up_nothing(path: Path, checkpoints: "Queue[tuple[int, int]]") -> None:
     with RecordFile.open(path) as file:
         fill(file, 10)
         reader = sqlite3.connect(path, isolation_level=None)

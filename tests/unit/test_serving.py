@@ -123,7 +123,7 @@ def test_an_answer_of_an_agent_that_has_not_joined_again_proves_nothing_of_the_s
     assert proven.serving == {1: 3} and proven.unproven == {0}
 
 
-def test_the_oldest_version_is_that_of_whom_a_later_sync_did_not_name() -> None:
+def test_the_oldest_version_is_that_of_a_replica_that_a_later_sync_did_not_name() -> None:
     bus = Coordinator("0.0", "1.0")
     assert oldest_version(bus.state) == 0
     for version, replicas in ((1, None), (2, {0}), (3, None)):
@@ -190,7 +190,7 @@ def test_the_status_shows_unproven_and_absent_agents_first() -> None:
     assert status(bus).unproven == (0, 2) and "0.0: gone for 30 s (was v1, generating)" in str(status(bus))
 
 
-def test_nobody_is_unproven_before_anything_is_committed() -> None:
+def test_no_replica_is_unproven_before_anything_is_committed() -> None:
     bus = Coordinator("0.0")
     bus.lose("0.0")
     assert proven_replicas(bus.state).unproven == frozenset()
@@ -229,7 +229,7 @@ def test_a_replica_serves_what_it_has_just_committed_before_its_next_heartbeat()
     }
 
 
-def test_during_a_sync_nobody_is_proven_to_serve_until_it_has_committed() -> None:
+def test_during_a_sync_no_replica_is_proven_to_serve_until_it_has_committed() -> None:
     bus = serving()
     bus.sync(2)
     for _ in range(2):

@@ -10,7 +10,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from schemas.commands import AdapterVersion
+from schemas.commands import AdapterVersion, split_model
 from schemas.desired import Desired
 from schemas.events import Call, CheckAdapter, LoadAdapter, Sleep, UnloadAdapter
 from schemas.identity import Operation
@@ -74,7 +74,7 @@ def left(desired: Desired, engine: EngineState) -> tuple[str, ...]:
         return ()
     wanted = {version.model for version in _wanted(desired)}
     unwanted = engine.adapters.keys() - wanted
-    return tuple(sorted(model for model in unwanted if name_of(model) in desired.adapters))
+    return tuple(sorted(model for model in unwanted if split_model(model)[0] in desired.adapters))
 
 
 def plan_adapters(desired: Desired, engine: EngineState, given_up: frozenset[str]) -> tuple[Call, ...]:
@@ -167,9 +167,3 @@ def _wanted(desired: Desired) -> Iterator[AdapterVersion]:
         yield from adapter.versions
         if adapter.loading is not None:
             yield adapter.loading
-
-
-def name_of(model: str) -> str:
-    """Return the adapter of a version, from what engines call it; empty if it can't be one of a run."""
-    name, mark, version = model.rpartition("-v")
-    return name if mark and version.isdecimal() else ""

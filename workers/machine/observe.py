@@ -8,7 +8,7 @@ from typing import Final, assert_never
 
 from msgspec.structs import replace
 
-from schemas.commands import Checkpoint, Pushed
+from schemas.commands import Checkpoint, Pushed, split_model
 from schemas.desired import ALL_TAGS, Desired
 from schemas.events import (
     Abort,
@@ -37,7 +37,7 @@ from schemas.events import (
 )
 from schemas.identity import Operation
 from schemas.outcomes import ErrorKind, Failed
-from workers.machine.lora import after_adapter_call, in_doubt, is_held, name_of, not_shown, with_listed
+from workers.machine.lora import after_adapter_call, in_doubt, is_held, not_shown, with_listed
 from workers.machine.state import PAUSE_AND_RESUME, EngineState, call_name, with_engine_state
 from workers.machine.weights import as_committed, differs, label_of
 
@@ -170,7 +170,7 @@ def changed_by_others(before: EngineState, after: EngineState, desired: Desired)
     """Whether an observation between two calls shows what none of them did, nor the trainer that pushes its weights."""
     if relaunched(before, after):
         return False
-    if any(name_of(model) in desired.adapters for model in after.adapters.keys() - before.adapters.keys()):
+    if any(split_model(model)[0] in desired.adapters for model in after.adapters.keys() - before.adapters.keys()):
         return True
     awaited = label_of(as_committed(desired.sync)) if desired.sync is not None else None
     explained = before.torn or before.label is None or after.label == awaited

@@ -20,10 +20,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from controlplane.bus.binding import warn_in_red
-from controlplane.machine.adapters import holds_version
 from controlplane.plane import ControlPlane
 from controlplane.trainers.gateway import routes
-from controlplane.trainers.gateway.adapters import with_engine_names
+from controlplane.trainers.gateway.adapters import replica_that_holds, with_engine_names
 from controlplane.trainers.gateway.connections import REASON, BoundedServer, connections_within_limit
 from controlplane.trainers.gateway.passing import ProxyResponse
 from controlplane.trainers.gateway.posts import Posts, status_of
@@ -195,7 +194,8 @@ class Gateway:
                 return await self._pass_on_as_named(request, replica, path, generates=passed == "tokens")
             body, fields = await _fields(request)
         except ValueError as error:
-            return _json(413 if "larger" in str(error) else 400, f"{request.method} {path} is refused: {error}")
+            status = 413 if isinstance(error, BodyTooLarge) else 400
+            return _json(status, f"{request.method} {path} is refused: {error}")
         meaning = routes.read_request(request.method, path, fields, self._roots)
         match meaning:
             case routes.RefusedPost(message):
@@ -252,11 +252,11 @@ class Gateway:
             body, named = with_engine_names(view.state, await _body(request, TOKENS_BYTES_MAX))
         except LookupError as error:
             return _json(404, str(error.args[0]))
-        for other in (*range(replica, self._replicas), *range(replica)):
-            if all(holds_version(view.state, other, used) for used in named) and not view.unfit(other):
-                return self._pass_on(request, other, path, body=body)
-        models = ", ".join(used.adapter.model for used in named)
-        return _json(503, f"no replica that answers requests holds {models} now")
+        taker = replica_that_holds(view, named, replica, self._replicas)
+        if taker is None:
+            models = ", ".join(used.adapter.model for used in named)
+            return _json(503, f"no replica that answers requests holds {models} now")
+        return self._pass_on(request, taker, path, body=body)
 
     async def _version_of(self, request: Request, replica: int, path: str) -> Response:
         """The engine's answer, with the trainer's label in place of the number of the bus.
@@ -335,12 +335,16 @@ async def _fields(request: Request) -> tuple[bytes, dict[str, object]]:
     return body, {**dict(request.query_params), **content}
 
 
+class BodyTooLarge(ValueError):
+    """A body that is answered here is bounded."""
+
+
 async def _body(request: Request, bytes_max: int) -> bytes:
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > bytes_max:
-            raise ValueError(f"its body is larger than {bytes_max} bytes")
+            raise BodyTooLarge(f"its body is larger than {bytes_max} bytes")
     return bytes(body)
 
 
