@@ -183,7 +183,7 @@ def converged(world: World, slot: Slot) -> str:
         # A name that the lost tail of a log gave to other bytes. An engine that can't tell whether requests run on them
         # is not asked to unload them before the next sync of that adapter.
         other = not shelf.counts and version.model in shelf.held
-        if (version.path, slot.name) not in broken and not other:
+        if (version.path, slot.name) not in broken and not other and shelf.has_place(version):
             return f"{slot.name} lacks {version.model}"
     every = {version.model for kept in versions.values() for version in kept}
     known = {

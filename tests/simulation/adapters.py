@@ -69,7 +69,7 @@ class Shelf:
 
     lists: what it can list.   counts: it can tell which requests run on an adapter.   evicts: chance per second.
     requests: what runs on it: the adapter and the time that is left of each.   lost_ms: when it lost one by itself.
-    seen_ms: when its agent last saw what it lists.
+    seen_ms: when its agent last saw what it lists.   places: how many it holds at most.
     """
 
     engine: Engine
@@ -83,6 +83,7 @@ class Shelf:
     advanced_ms: int = 0
     lost_ms: dict[str, int] = field(default_factory=dict)
     seen_ms: int = -1
+    places: int | None = None
 
     @classmethod
     def draw(cls, slot: Slot, engine: Engine, rng: Random) -> Shelf:
@@ -90,7 +91,8 @@ class Shelf:
         lists: Literal["paths", "names", "nothing"] = rng.choice(("paths", "paths", "paths", "names", "nothing"))
         evicts = rng.choice((0.0, 0.0, 0.03)) if lists != "nothing" else 0.0  # else its agent could not know
         # Where a load may have been made, it is unloaded first. One that shows neither could not be asked to.
-        return cls(engine, slot, rng, lists, counts=rng.random() < 0.6 or lists == "nothing", evicts=evicts)
+        counts = rng.random() < 0.6 or lists == "nothing"
+        return cls(engine, slot, rng, lists, counts, evicts, places=slot.world.weather.places)
 
     def launch(self) -> None:
         """Forget everything. One that was launched with an adapter has it again."""
@@ -170,7 +172,14 @@ class Shelf:
         bad = (adapter.path, self.slot.name) in files.broken
         if adapter.path in files.let_go or (bad and len(adapter.path) % 2):
             return events.Fault("source_refused", "its files are bad.")
-        return events.Returned()
+        return self._without_place(adapter) or events.Returned()
+
+    def has_place(self, adapter: AdapterVersion) -> bool:
+        """Whether it can hold this version beside the others."""
+        return self.places is None or len(self.held.keys() - {adapter.model}) < self.places
+
+    def _without_place(self, adapter: AdapterVersion) -> events.Fault | None:
+        return None if self.has_place(adapter) else events.Fault("refused", f"it holds {self.places} adapters at most.")
 
     def load(self, adapter: AdapterVersion) -> events.Returned | events.Fault:
         """Load beside the others; never a name that it has."""
@@ -178,6 +187,8 @@ class Shelf:
             self.engine.kill(f"adapter {adapter.model} was loaded while memory is asleep")
         if adapter.model in self.held:
             return events.Fault("refused", "400: it has been loaded already.")
+        if fault := self._without_place(adapter):
+            return fault
         if not self._read(adapter.path) or (adapter.path, self.slot.name) in self.slot.world.files.broken:
             return events.Fault("engine_error", "500: it can't be loaded.")
         self.held[adapter.model] = Held(adapter.path, of_another=self._of_another)

@@ -244,6 +244,7 @@ class Engine:
             version=self._numbered(),
             label=self.label,
             adapters=self.shelf.listing(),
+            adapter_places=self.shelf.places,
         )
         match self.kind:
             case "tiny":

@@ -131,6 +131,18 @@ GUARDS = {
         "leftover, activity = left(_pursued(state), state.engine), None",
         482,
     ),
+    "a place that is free again": Guard(
+        "workers/machine/lora.py",
+        "return engine.adapter_places is not None and has_place(engine) and not has_place(before)",
+        "return False",
+        0,
+    ),
+    "a sync waits for a place": Guard(
+        "workers/machine/rules.py",
+        "return event.at_ms + event.ttl_ms // 2",
+        "return None",
+        0,
+    ),
     "adapter flips at once": Guard(
         "controlplane/machine/sync.py",
         "state = with_committed(state, adapter)",

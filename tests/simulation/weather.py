@@ -56,6 +56,7 @@ class Weather:
         forgets: A journal may be lost with a session, after a load that was cut off, and beside an engine that is
             paused with a cache of other weights, or that does not say whether it is paused.
         successors: Chance that an agent is cut off for good and lives on, while another takes over its engine.
+        places: How many adapters an engine holds at most; None for no limit.
     """
 
     drops: float = 0.0
@@ -86,6 +87,7 @@ class Weather:
     deaf: float = 0.0
     forgets: bool = False
     successors: float = 0.0
+    places: int | None = None
     aim: str = "none"
 
     @classmethod
@@ -128,6 +130,7 @@ class Weather:
         if weather.broadcasts and rng.random() < 0.7:
             weather.syncs = 0.6
             weather.hush()
+        weather.places = rng.choice((3, 4, 6)) if rng.random() < 0.3 else None
         return weather
 
     def aimed(self) -> Weather:
