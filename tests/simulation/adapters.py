@@ -18,6 +18,7 @@ from controlplane.machine.events import Issued, SyncRequested
 from controlplane.machine.fleet_view import FleetView
 from schemas import events
 from schemas.commands import AdapterDrop, AdapterRequest, AdapterSync, AdapterVersion, Checkpoint, Manifest, Target
+from tests.simulation import adapter_verdicts
 
 if TYPE_CHECKING:
     from tests.simulation.bus import Bus
@@ -70,6 +71,7 @@ class Shelf:
     lists: what it can list.   counts: it can tell which requests run on an adapter.   evicts: chance per second.
     requests: what runs on it: the adapter and the time that is left of each.   lost_ms: when it lost one by itself.
     seen_ms: when its agent last saw what it lists.   places: how many it holds at most.
+    busy_ms: when requests last ran on an adapter.
     """
 
     engine: Engine
@@ -84,6 +86,7 @@ class Shelf:
     lost_ms: dict[str, int] = field(default_factory=dict)
     seen_ms: int = -1
     places: int | None = None
+    busy_ms: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def draw(cls, slot: Slot, engine: Engine, rng: Random) -> Shelf:
@@ -149,6 +152,7 @@ class Shelf:
     def advance(self) -> None:
         """Let requests generate until now. Called before anything changes whether they do."""
         passed, self.advanced_ms = self.engine.now() - self.advanced_ms, self.engine.now()
+        self.busy_ms |= dict.fromkeys((model for model, _ in self.requests), self.advanced_ms)
         if self.engine.generating:
             self.requests = [(model, left - passed) for model, left in self.requests if left > passed]
 
@@ -179,7 +183,12 @@ class Shelf:
         return self.places is None or len(self.held.keys() - {adapter.model}) < self.places
 
     def _without_place(self, adapter: AdapterVersion) -> events.Fault | None:
-        return None if self.has_place(adapter) else events.Fault("refused", f"it holds {self.places} adapters at most.")
+        if self.has_place(adapter):
+            return None
+        self.advance()
+        if self.engine.caller is not None and (text := adapter_verdicts.refused(self.engine.caller, self)):
+            self.slot.world.promises.broken("P12 adapters", text)
+        return events.Fault("refused", f"it holds {self.places} adapters at most.")
 
     def load(self, adapter: AdapterVersion) -> events.Returned | events.Fault:
         """Load beside the others; never a name that it has."""
@@ -241,7 +250,7 @@ class AdapterTrainer:
     def __init__(self, world: World) -> None:
         self.world = world
         self.rng = Random(f"adapters {world.seed}")
-        self.pace_ms = self.rng.choice((0, 0, 600, 1500, 4000))
+        self.pace_ms = 400 if world.weather.places else self.rng.choice((0, 0, 600, 1500, 4000))
         self.tries = 0
         self.asked: list[SyncRequested] = []
 

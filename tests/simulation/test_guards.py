@@ -135,13 +135,13 @@ GUARDS = {
         "workers/machine/lora.py",
         "return engine.adapter_places is not None and has_place(engine) and not has_place(before)",
         "return False",
-        0,
+        102,
     ),
     "a sync waits for a place": Guard(
         "workers/machine/rules.py",
         "return event.at_ms + event.ttl_ms // 2",
         "return None",
-        0,
+        145,
     ),
     "adapter flips at once": Guard(
         "controlplane/machine/sync.py",

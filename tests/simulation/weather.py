@@ -130,7 +130,9 @@ class Weather:
         if weather.broadcasts and rng.random() < 0.7:
             weather.syncs = 0.6
             weather.hush()
-        weather.places = rng.choice((3, 4, 6)) if rng.random() < 0.3 else None
+        weather.places = rng.choice((3, 4)) if rng.random() < 0.3 else None
+        if weather.places and rng.random() < 0.7:
+            weather.hush()
         return weather
 
     def aimed(self) -> Weather:
