@@ -36,6 +36,7 @@ from schemas.identity import OBSERVED
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome
 from workers.machine import rules
 from workers.machine.commands import acted, calls_for, finish_call, memory_missing, merged, needs_free_engine, stranded
+from workers.machine.deadlines import next_deadline
 from workers.machine.lora import has_place_again, postponed
 from workers.machine.observe import (
     apply_interruption,
@@ -46,7 +47,7 @@ from workers.machine.observe import (
     relaunched,
     taken_over,
 )
-from workers.machine.progress import apply_time, wedged_at, with_progress
+from workers.machine.progress import apply_time, with_progress
 from workers.machine.readiness import out_of_service
 from workers.machine.reconcile import HARMLESS, NOT_REPEATED, needs_place, own_calls, reconcile, unloads_now
 from workers.machine.rules import SUPERSEDED, is_targeted, must_wait
@@ -110,29 +111,6 @@ def decide(state: AgentState, event: events.Event) -> tuple[AgentState, tuple[ev
     if after.engine is not state.engine and relaunched(state.engine, after.engine) and out_of_service(after):
         effects.append(events.Restart())
     return after, tuple(effects)
-
-
-def next_deadline(state: AgentState) -> int | None:
-    """Return when the machine needs a `Tick`, in ms of its own clock; None if nothing is pending."""
-    if state.stopping:
-        return None
-    wedged_ms = wedged_at(state.engine, state.settings.wedged_after_ms)
-    retry_ms = state.retry_at_ms or None if state.reconcile_blocked else None
-    idle = state.activity is None and (not state.queue or rules.place_until(state, state.queue[0]) is not None)
-    unload_ms = min((unload.ask_ms for unload in state.unloads.values()), default=None) if idle else None
-    return min(
-        (ms for ms in (_command_deadline(state), wedged_ms, retry_ms, unload_ms) if ms is not None), default=None
-    )
-
-
-def _command_deadline(state: AgentState) -> int | None:
-    if state.activity is not None and not state.activity.overdue:
-        return state.activity.deadline_ms  # queued commands are decided after that, whatever their own
-    if not state.queue:
-        return None
-    first = state.queue[0]
-    place_ms = rules.place_until(state, first)
-    return first.at_ms + first.ttl_ms if place_ms is None else place_ms
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
@@ -287,7 +265,8 @@ def _proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
             return state
         event = state.queue[0]
         if _waits(state, event, now_ms):
-            return _make_place(state, now_ms, effects)
+            state, calls = unloads_now(state, now_ms, awaited=True)
+            return _begin(state, calls, now_ms, effects)
         state = _decide_command(replace(state, queue=state.queue[1:]), event, state.seq, now_ms, effects)
         if state.reorder_buffer:
             state = rules.drain_buffer(state)
@@ -300,14 +279,6 @@ def _proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
         calls = unloads or calls
     if calls and calls[0] is state.deferred_finish:
         state = replace(state, deferred_finish=None)
-    return _begin(state, calls, now_ms, effects)
-
-
-def _make_place(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
-    """Unload what is no longer wanted, if a part of a sync waits for a place; not if a command waits for a launch."""
-    if state.engine.tokenizer == "unknown":
-        return state
-    state, calls = unloads_now(state, now_ms, awaited=True)
     return _begin(state, calls, now_ms, effects)
 
 
