@@ -91,6 +91,8 @@ class World:
         self.settings = SETTINGS
         self.promises = Promises(self)
         self.weather = Weather.draw(random.Random(f"weather {seed}"))
+        if (full := random.Random(f"full {seed}")).random() < 0.3:
+            self.weather.fill(full)
         self.operators = random.Random(f"operators {seed}")
         self.others = random.Random(f"others {seed}")
         self.disk = random.Random(f"disk {seed}").random() < 0.3  # durability of the log

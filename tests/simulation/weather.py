@@ -130,9 +130,6 @@ class Weather:
         if weather.broadcasts and rng.random() < 0.7:
             weather.syncs = 0.6
             weather.hush()
-        weather.places = rng.choice((3, 4)) if rng.random() < 0.3 else None
-        if weather.places and rng.random() < 0.7:
-            weather.hush()
         return weather
 
     def aimed(self) -> Weather:
@@ -146,6 +143,12 @@ class Weather:
         if self.aim == "quiet":
             self.exiles = 0.1
         return self
+
+    def fill(self, rng: Random) -> None:
+        """Give engines few places for adapters; mostly leave out the noise, so that they are full."""
+        self.places = rng.choice((3, 4))
+        if rng.random() < 0.7:
+            self.hush()
 
     def hush(self) -> None:
         """Leave out most of the noise."""
