@@ -91,7 +91,8 @@ class World:
         self.settings = SETTINGS
         self.promises = Promises(self)
         self.weather = Weather.draw(random.Random(f"weather {seed}"))
-        if (full := random.Random(f"full {seed}")).random() < 0.3:
+        full = random.Random(f"full {seed}")
+        if seed >= 120 and full.random() < 0.3:  # most ablations are noticed in earlier worlds
             self.weather.fill(full)
         self.operators = random.Random(f"operators {seed}")
         self.others = random.Random(f"others {seed}")
