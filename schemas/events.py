@@ -281,6 +281,7 @@ class Observation(Struct, frozen=True, kw_only=True, omit_defaults=True):
         trouble: Why the engine can't be used from here, in its own words: it refuses the key, say.
         adapters: LoRA adapters that it lists, by the names that it has for them, each with the directory that it was
             loaded from: relative to the checkpoint root, absolute if it lies elsewhere, empty if the engine can't tell.
+        adapter_places: How many adapters it holds at most; None for no limit, or if it does not say.
     """
 
     engine: Name
@@ -299,6 +300,7 @@ class Observation(Struct, frozen=True, kw_only=True, omit_defaults=True):
     recomputes: bool = False
     trouble: Text | None = None
     adapters: Mapping[Name, Text] | None = None
+    adapter_places: Count | None = None
 
 
 class Returned(Struct, frozen=True, kw_only=True, tag="ok", omit_defaults=True):

@@ -143,8 +143,8 @@ class SampleCount(Struct, frozen=True, kw_only=True):
 
     Attributes:
         adapter: That made them; empty for base weights alone.
-        version: In this run; None if it is not known.
-        staleness: By how many versions it was behind the newest committed one; None if that is not known.
+        version: In this run; None if it is not known, or if there were too many to tell them apart.
+        staleness: By how many versions it was behind the newest committed one; None likewise.
         proof: Whether their replica was proven to hold these weights, as in `TokenSpan`.
         accepted: The trainer took them.
         sequences: Those whose first token it made.

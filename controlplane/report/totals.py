@@ -136,6 +136,8 @@ class RunReport(Struct, kw_only=True):
     def verdict(self) -> str:
         """The run in one line."""
         unanswered = sum(cause.outcomes for cause in self.causes if cause.kind == "lost")
+        aborted = sum(item.count for item in self.aborted) + self.left_out["aborted"]
+        broken = len(self.violations) - len(self.findings) + self.left_out["violations"]
         amounts = {
             "failed": self.counts["failed"],
             "missing": self.counts["missing"] - unanswered,
@@ -147,11 +149,11 @@ class RunReport(Struct, kw_only=True):
             "not ready": len(self.unready),
             "not concluded": len(self.unconcluded),
             "stopped by an operator": sum(len(stop.replicas) for stop in self.stopped_by_hand),
-            "weight syncs aborted": sum(item.count for item in self.aborted) + self.left_out["aborted"],
+            "weight sync aborted" if aborted == 1 else "weight syncs aborted": aborted,
             "without a trace": self.untraced,
             "refused by the bus": sum(refusal.count for refusal in self.refused) + self.left_out["refused"],
             "found in the observed run": len(self.findings),
-            "broken invariants": len(self.violations) - len(self.findings) + self.left_out["violations"],
+            "broken invariant" if broken == 1 else "broken invariants": broken,
             "damaged": int(bool(self.damage)),
         }
         return ", ".join(f"{count:,} {text}" for text, count in amounts.items() if count) or "nothing failed"

@@ -91,6 +91,9 @@ class World:
         self.settings = SETTINGS
         self.promises = Promises(self)
         self.weather = Weather.draw(random.Random(f"weather {seed}"))
+        full = random.Random(f"full {seed}")
+        if seed >= 120 and full.random() < 0.3:  # most ablations are noticed in earlier worlds
+            self.weather.fill(full)
         self.operators = random.Random(f"operators {seed}")
         self.others = random.Random(f"others {seed}")
         self.disk = random.Random(f"disk {seed}").random() < 0.3  # durability of the log

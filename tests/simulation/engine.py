@@ -209,7 +209,8 @@ class Engine:
         self.instance += 1
         self.shelf.launch()
         self.ready = False
-        if self.unseen and self.attempt is None:  # nobody knows whether this launch has its session, or the one before
+        in_flight = self.attempt is not None and self.attempt.call == self.unseen
+        if self.unseen and not in_flight:  # nobody knows whether this launch has its session, or the one before
             self.doubt(self.unseen)
         self.paused, self.asleep = False, frozenset()
         self.session_step = self.closes_ms = self.forgotten = None
@@ -244,6 +245,7 @@ class Engine:
             version=self._numbered(),
             label=self.label,
             adapters=self.shelf.listing(),
+            adapter_places=self.shelf.places,
         )
         match self.kind:
             case "tiny":

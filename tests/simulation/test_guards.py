@@ -82,7 +82,7 @@ GUARDS = {
         "workers/machine/reconcile.py",
         "source = wanted.source if load_commanded else durable_source(wanted.source)",
         "source = wanted.source",
-        5,
+        35,
     ),
     "same snapshot": Guard(
         "workers/machine/decide.py",
@@ -130,7 +130,19 @@ GUARDS = {
         "workers/machine/lora.py",
         "leftover, activity = left(_pursued(state), state.engine), state.activity",
         "leftover, activity = left(_pursued(state), state.engine), None",
-        482,
+        191,
+    ),
+    "a place that is free again": Guard(
+        "workers/machine/lora.py",
+        "return engine.adapter_places is not None and has_place(engine) and not has_place(before)",
+        "return False",
+        151,
+    ),
+    "a sync waits for a place": Guard(
+        "workers/machine/rules.py",
+        "return event.at_ms + event.ttl_ms // 2",
+        "return None",
+        254,
     ),
     "adapter flips at once": Guard(
         "controlplane/machine/sync.py",

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from schemas.commands import Broadcast, Checkpoint, EngineSource, Manifest
 from schemas.errors import CheckpointError, EngineError
 from schemas.identity import Identity
-from schemas.safetensors.format import TensorSpec, find_tensors, read_layout
+from schemas.safetensors.format import TensorPlace, TensorSpec, find_tensors, read_layout
 from schemas.safetensors.manifest import check_layout, check_tensors, require_same_model
 from schemas.safetensors.paths import resolve_below
 from schemas.safetensors.reading import FileState, file_states
@@ -44,6 +44,10 @@ TORCH_DTYPES: Final = {
 Layout = Mapping[str, TensorSpec]
 
 
+ADAPTERS_KNOWN: Final = 64
+"""Adapters whose files are known not to have been written since they were digested."""
+
+
 class _Checked(NamedTuple):
     """A directory that was checked against a manifest and the layout of a model, and its files as they were."""
 
@@ -55,6 +59,10 @@ class _Checked(NamedTuple):
     def still_holds(self, found: "_Checked") -> bool:
         """Whether a check of what was found now would say the same."""
         return self[:3] == found[:3] and self.layout is found.layout
+
+    def is_settled(self, now_ns: int) -> bool:
+        """Whether a later write to its files would show."""
+        return all(state.modified_ns < now_ns - CLOCK_NS for state in self.states)
 
 
 class SourceChecker:
@@ -69,6 +77,7 @@ class SourceChecker:
         self._root = root
         self._launched: tuple[str, Layout | None] = ("", layout)
         self._checked: _Checked | None = None
+        self._adapters: dict[Path, _Checked] = {}
 
     def check(self, source: EngineSource, manifest: Manifest | None, model: str | None, identity: Identity) -> None:
         """Check that the engine may load the source. Raises CheckpointError.
@@ -110,9 +119,22 @@ class SourceChecker:
             )
         if manifest is not None:
             check_tensors(directory, places, manifest)
-        if all(state.modified_ns < began_ns - CLOCK_NS for state in states):
+        if found.is_settled(began_ns):
             self._checked = found
         return directory
+
+    def check_adapter(self, directory: Path, places: Mapping[str, TensorPlace], manifest: Manifest) -> None:
+        """Check the tensors of a LoRA adapter against its manifest. They are digested once for its check and its load,
+        unless they were written meanwhile. Raises CheckpointError.
+        """
+        began_ns, found = time.time_ns(), _Checked(directory, manifest, file_states(directory), None)
+        known = self._adapters.pop(directory, None)
+        if known != found:
+            check_tensors(directory, places, manifest)
+        if found.is_settled(began_ns):
+            self._adapters[directory] = found
+        while len(self._adapters) > ADAPTERS_KNOWN:
+            del self._adapters[next(iter(self._adapters))]
 
     def checked_layout(
         self, source: Broadcast, manifest: Manifest | None, model: str | None, identity: Identity

@@ -157,6 +157,7 @@ class ObservedEngine(Generic[LaunchT]):
             remedies=Remedies(idempotent=self._kind.idempotent, launched_from=self._launched_from),
             recomputes=launch.recomputes,
             adapters=adapters,
+            adapter_places=launch.lora.loaded if launch.lora is not None else None,
         )
 
     async def close(self) -> None:

@@ -29,11 +29,12 @@ from schemas.events import (
     Flush,
     Observe,
     Returned,
+    UnloadAdapter,
 )
 from schemas.identity import COLOCATED, Identity, Operation
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from schemas.selection import finish_skip_reason, profile_skip_reason, trace_directory
-from workers.machine.lora import can_load, is_held, plan_load
+from workers.machine.lora import can_load, has_place, is_held, left, plan_load
 from workers.machine.reconcile import attainable, is_stranded, lacks_memory, reconcile
 from workers.machine.state import NOTHING_REPORTED, PAUSE_AND_RESUME, EngineState, with_engine_state
 from workers.machine.weights import label_of
@@ -226,7 +227,11 @@ def _adapter(
             f"replica {identity.replica} was asked to {command.phase} adapter {adapter.model} while memory of its "
             "engine is released. Nothing was touched: wake it first, then sync.",
         )
-    return (CheckAdapter(adapter),) if command.phase == "prepare" else plan_load(adapter, engine)
+    if command.phase == "prepare":
+        return (CheckAdapter(adapter),)
+    frees = command.phase == "commit" and engine.generating is True and not has_place(engine, adapter)
+    dropped = left(after, engine)[:1] if frees else ()
+    return (*(UnloadAdapter(model, waited=False) for model in dropped), *plan_load(adapter, engine))
 
 
 def memory_missing(calls: tuple[Call, ...], engine: EngineState, identity: Identity) -> Failed | None:

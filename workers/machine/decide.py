@@ -36,7 +36,8 @@ from schemas.identity import OBSERVED
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome
 from workers.machine import rules
 from workers.machine.commands import acted, calls_for, finish_call, memory_missing, merged, needs_free_engine, stranded
-from workers.machine.lora import postponed
+from workers.machine.deadlines import next_deadline
+from workers.machine.lora import has_place_again, postponed
 from workers.machine.observe import (
     apply_interruption,
     apply_observation,
@@ -46,9 +47,9 @@ from workers.machine.observe import (
     relaunched,
     taken_over,
 )
-from workers.machine.progress import apply_time, wedged_at, with_progress
+from workers.machine.progress import apply_time, with_progress
 from workers.machine.readiness import out_of_service
-from workers.machine.reconcile import HARMLESS, NOT_REPEATED, own_calls, reconcile, unloads_now
+from workers.machine.reconcile import HARMLESS, NOT_REPEATED, needs_place, own_calls, reconcile, unloads_now
 from workers.machine.rules import SUPERSEDED, is_targeted, must_wait
 from workers.machine.state import (
     NOTHING_SUPPRESSED,
@@ -59,7 +60,7 @@ from workers.machine.state import (
     remember,
     with_engine_state,
 )
-from workers.machine.suppressed import clear_suppressed, on_another_launch, still_desired, suppress, without_trainer
+from workers.machine.suppressed import clear_suppressed, still_desired, suppress, with_room, without_trainer
 from workers.machine.weights import adopt_pushed, expect_push
 
 __all__ = ["LOGIC", "Activity", "AgentState", "decide", "next_deadline"]
@@ -112,31 +113,11 @@ def decide(state: AgentState, event: events.Event) -> tuple[AgentState, tuple[ev
     return after, tuple(effects)
 
 
-def next_deadline(state: AgentState) -> int | None:
-    """Return when the machine needs a `Tick`, in ms of its own clock; None if nothing is pending."""
-    if state.stopping:
-        return None
-    wedged_ms = wedged_at(state.engine, state.settings.wedged_after_ms)
-    retry_ms = state.retry_at_ms or None if state.reconcile_blocked else None
-    idle = state.activity is None and not state.queue
-    unload_ms = min((unload.ask_ms for unload in state.unloads.values()), default=None) if idle else None
-    return min(
-        (ms for ms in (_command_deadline(state), wedged_ms, retry_ms, unload_ms) if ms is not None), default=None
-    )
-
-
-def _command_deadline(state: AgentState) -> int | None:
-    if state.activity is not None and not state.activity.overdue:
-        return state.activity.deadline_ms  # queued commands are decided after that, whatever their own
-    return state.queue[0].at_ms + state.queue[0].ttl_ms if state.queue else None
-
-
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
 def _on_command(state: AgentState, event: events.CommandReceived, effects: Effects) -> AgentState:
-    launched = state.engine.tokenizer != "unknown"
-    if rules.is_next(state, event) and (launched or not must_wait(state, event, event.at_ms)):
+    if rules.is_next(state, event) and not _waits(state, event, event.at_ms):
         after = _decide_command(state, event, event.seq, event.at_ms, effects)
         unchanged = after.desired is state.desired and after.suppressed is state.suppressed
         if unchanged and not state.reconcile_blocked:
@@ -144,6 +125,14 @@ def _on_command(state: AgentState, event: events.CommandReceived, effects: Effec
         return _proceed(after, event.at_ms, effects)
     after = _take_in(state, event, effects)
     return _proceed(after, event.at_ms, effects) if after.seq != state.seq else after
+
+
+def _waits(state: AgentState, event: events.CommandReceived, now_ms: int) -> bool:
+    """Whether a command is not decided yet, though the engine is free."""
+    if state.engine.tokenizer == "unknown" and must_wait(state, event, now_ms):
+        return True
+    until_ms = rules.place_until(state, event)
+    return until_ms is not None and now_ms < until_ms
 
 
 def _take_in(state: AgentState, event: events.CommandReceived, effects: Effects) -> AgentState:
@@ -275,8 +264,9 @@ def _proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
         if state.activity is not None and not state.activity.overdue:
             return state
         event = state.queue[0]
-        if must_wait(state, event, now_ms):
-            return state
+        if _waits(state, event, now_ms):
+            state, calls = unloads_now(state, now_ms, awaited=True)
+            return _begin(state, calls, now_ms, effects)
         state = _decide_command(replace(state, queue=state.queue[1:]), event, state.seq, now_ms, effects)
         if state.reorder_buffer:
             state = rules.drain_buffer(state)
@@ -284,12 +274,18 @@ def _proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
         return state
     state = _recognize_pushed(state)
     calls = own_calls(state)
-    if not calls:
-        state, calls = unloads_now(state, now_ms)
+    if not calls or needs_place(calls, state):
+        state, unloads = unloads_now(state, now_ms)
+        calls = unloads or calls
+    if calls and calls[0] is state.deferred_finish:
+        state = replace(state, deferred_finish=None)
+    return _begin(state, calls, now_ms, effects)
+
+
+def _begin(state: AgentState, calls: tuple[events.Call, ...], now_ms: int, effects: Effects) -> AgentState:
+    """Make calls that no command has asked for."""
     if not calls:
         return state
-    if calls[0] is state.deferred_finish:
-        state = replace(state, deferred_finish=None)
     call_id, deadline_ms = state.calls_made + 1, now_ms + state.settings.reconcile_timeout_ms
     activity = Activity(trigger=None, calls=calls, call_id=call_id, deadline_ms=deadline_ms, since_ms=now_ms)
     return _call(state, activity, effects)
@@ -343,7 +339,8 @@ def _on_returned(state: AgentState, event: events.EngineReturned, effects: Effec
     if restarted and failure is None:
         message = f"{engine.name} was relaunched during {call_name(call)}."
         failure = Failed(ErrorKind.ENGINE_ERROR, with_engine_state(message, engine))
-    suppressed = on_another_launch(state.suppressed) if restarted else state.suppressed
+    roomier = restarted or has_place_again(state.engine, engine)
+    suppressed = with_room(state.suppressed) if roomier else state.suppressed
     if state.bus_lost and activity.trigger is None and taken_over(state.engine, call, engine, state.desired):
         state, activity = replace(state, changed_by_others=True), replace(activity, calls=activity.calls[:1])
     state = replace(state, engine=engine, suppressed=suppressed)
@@ -548,6 +545,7 @@ def _on_observed(state: AgentState, event: events.EngineObserved, effects: Effec
         return _proceed(resolved, event.at_ms, effects)
     engine = with_progress(apply_observation(state.engine, observation), observation, event.at_ms)
     restarted = relaunched(state.engine, engine)
+    roomier = restarted or has_place_again(state.engine, engine)
     # After a restart, a snapshot is newer than what the last incarnation saw.
     known = state.engine.tokenizer == "present" or (not state.joined and state.engine.instance is not None)
     changed = known and changed_by_others(state.engine, engine, state.desired)
@@ -555,7 +553,7 @@ def _on_observed(state: AgentState, event: events.EngineObserved, effects: Effec
     state = replace(
         state,
         engine=engine,
-        suppressed=on_another_launch(state.suppressed) if restarted else state.suppressed,
+        suppressed=with_room(state.suppressed) if roomier else state.suppressed,
         reconcile_blocked=state.reconcile_blocked and not (restarted or read_again),
         changed_by_others=state.changed_by_others or changed,
         relabelled=state.relabelled + (changed and engine.label_changed),

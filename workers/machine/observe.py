@@ -79,6 +79,7 @@ def apply_observation(engine: EngineState, observation: Observation) -> EngineSt
         digest=engine.digest if observation.digest is None else observation.digest,
         launched_from=engine.launched_from or _launched_from(engine, observation),
         recomputes=observation.recomputes,
+        adapter_places=observation.adapter_places,
         trouble=observation.trouble,
         unshown=engine.unshown if observation.instance is None else (),
     )

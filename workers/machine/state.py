@@ -87,6 +87,7 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
             from, as in an observation.
         stale_adapters: Those that have to be loaded again, since their memory was discarded.
         checked_adapter: The version whose files last passed their check.
+        adapter_places: How many adapters it holds at most; None for no limit, or if it does not say.
     """
 
     name: str = "unknown"
@@ -121,6 +122,7 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     adapters: Mapping[str, str] = {}
     stale_adapters: frozenset[str] = frozenset()
     checked_adapter: AdapterVersion | None = None
+    adapter_places: Count | None = None
 
     @property
     def label_changed(self) -> bool:

@@ -81,8 +81,8 @@ def without_trainer(suppressed: Suppressed, desired: Desired) -> Suppressed:
     return replace(suppressed, generation=None, quarantined=_of_committed(suppressed, desired))
 
 
-def on_another_launch(suppressed: Suppressed) -> Suppressed:
-    """Return what stays suppressed when the engine was launched again, perhaps with room for other adapters."""
+def with_room(suppressed: Suppressed) -> Suppressed:
+    """Return what stays suppressed when the engine has room for other adapters, or may: it was launched again."""
     return replace(suppressed, adapters=frozenset()) if suppressed.adapters else suppressed
 
 

@@ -52,6 +52,7 @@ class TinyEngine:
         seed: Seed of the weights that it starts with.
         config: Shape of the model; None for a small one.
         device: Where its weights and forwards are, as torch names it.
+        places: How many adapters it holds at most; None for no limit.
     """
 
     def __init__(
@@ -64,10 +65,12 @@ class TinyEngine:
         seed: int = 0,
         config: "TinyConfig | None" = None,
         device: str = "cpu",
+        places: int | None = None,
     ) -> None:
         self._identity = identity
         self._checkpoints, self._traces = checkpoints, traces
         self._serve, self._seed, self._config, self._device = serve, seed, config, device
+        self._places = places
         self._instance = ""
         self._layout: dict[str, TensorSpec] = {}
         self._sources = SourceChecker(checkpoints)
@@ -148,6 +151,7 @@ class TinyEngine:
             remedies=events.Remedies(launched_from=f"seed {self._seed}"),
             recomputes=True,
             adapters={},
+            adapter_places=self._places,
         )
         with ExitStack() as stack:
             scheduler = Scheduler(self._config or TinyConfig(), self._seed, launched, self._device)
@@ -228,7 +232,11 @@ class TinyEngine:
         if isinstance(call, events.UnloadAdapter):
             scheduler.run(scheduler.unload_adapter, call.model)
             return
-        directory, adapter = checked_adapter(self._checkpoints, call.adapter, self._layout, LoRALimits()), call.adapter
+        adapter, held = call.adapter, scheduler.observation.adapters or {}
+        if self._places is not None and len(held.keys() - {adapter.model}) >= self._places:
+            raise RefusedError(f"{NAME} holds {self._places} adapters at most: {adapter.model} was not loaded.")
+        check = self._sources.check_adapter
+        directory = checked_adapter(self._checkpoints, adapter, self._layout, LoRALimits(), check)
         if isinstance(call, events.LoadAdapter):
             scheduler.run(scheduler.load_adapter, adapter.model, adapter.path, read_adapter(directory))
 
