@@ -376,6 +376,8 @@ ABLATIONS = {
     "adapters read back": Ablation(Mechanisms(agent=never_reading_back), "P12 adapters", first=29),
     # A sync of a few megabytes stops the whole fleet.
     "adapters pause nothing": Ablation(Mechanisms(agent=freezing_for_adapters), "P12 adapters", first=4),
+    # A trainer takes samples whatever the run knows of the weights that made them.
+    "samples of proven weights": Ablation(Mechanisms(proven_samples=False), "I15 proven samples", first=0),
     # Two processes take turns at one place, each with an engine of its own.
     "one holder": Ablation(Mechanisms(bus=letting_in_a_second), "P3 answer", first=2),
     # A bus that was replaced goes on writing into the log, between the records of its successor.
