@@ -13,10 +13,7 @@ from tests.engines.reports import conclusions
 from tests.engines.soak import ANSWER, FROZEN_PROMPT, PROBE, KeepFleet, Whole, wrong_answers
 
 SYNCS = 3
-TRACED: dict[str, dict[InFlight, int]] = {
-    "vllm": {"abort": 4000, "wait": 600, "keep": 4000},
-    "sglang": {"abort": 1500, "wait": 300, "keep": 1500},
-}
+TRACED: dict[InFlight, int] = {"abort": 1500, "wait": 200, "keep": 1500}
 """Tokens of a request that is still running when a sync begins, and with `keep` outlasts it."""
 
 
@@ -88,11 +85,11 @@ def test_each_token_of_two_versions_in_flight_is_traced_to_the_one_that_made_it(
     """The spans of the engine's answer say so, and so do its logprobs: those of the weights that are named, alone."""
     old, new, before = fleet.held, other(fleet.held), fleet.version
     with ThreadPoolExecutor(1) as asking:
-        asked = asking.submit(fleet.whole, FROZEN_PROMPT, TRACED[fleet.kind][in_flight])
+        asked = asking.submit(fleet.whole, FROZEN_PROMPT, TRACED[in_flight])
         beside = fleet.stream(FROZEN_PROMPT)
         beside.grows_to(20)  # by then the other, which is older, has some
         beside.end()
-        fleet.sync(new, in_flight=in_flight).raise_unless_committed()
+        fleet.sync(new, timeout=240, in_flight=in_flight).raise_unless_committed()
         first, later = asked.result(), fleet.whole(FROZEN_PROMPT, 2 * ANSWER)
     (sample,), (next_sample,) = (fleet.plane.provenance(answer.said, replica=0) for answer in (first, later))
     versions = [before, before + 1] if in_flight == "keep" else [before]
