@@ -353,7 +353,7 @@ ABLATIONS = {
     # An agent without its journal takes its engine's label for the weights that an aborted sync had under that version.
     "one version for the same weights": Ablation(Mechanisms(bus=forgetting_what_was_loaded), "I4 monotonic", first=2),
     # A trainer begins a sync, and forgets it: the engines stay paused.
-    "a held commit expires": Ablation(Mechanisms(bus=holding_for_ever), "convergence", first=60),
+    "a held commit expires": Ablation(Mechanisms(bus=holding_for_ever), "convergence", first=124),
     # A sender returned, and some weights have not arrived: the engines wait for as long as for a whole load.
     "a sender that returned": Ablation(Mechanisms(bus=trusting_the_sender), "P3 answer", first=136),
     # Nodes of one replica disagree on its mode, and commands mean one thing to one and another to the other.
