@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast, PrinterCallback, Qwen2Config, 
 from trl import GRPOConfig, GRPOTrainer
 
 from controlplane import ControlPlane, ProfilerConfig
-from controlplane.trainers.trl import FleetSync, Gate, VllmRollouts
+from controlplane.trainers.trl import FleetSync, VllmRollouts
 from workers import TrainingRank
 
 OUT, VLLM = Path(sys.argv[1]).absolute(), sys.argv[2]
@@ -28,7 +28,7 @@ VOWEL = {LETTERS.index(letter): letter in "aeiou" for letter in "abcdefghijklmno
 SERVER = "env VLLM_SERVER_DEV_MODE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 HF_HUB_OFFLINE=1"
 SERVER += f" {VLLM} -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --max-model-len 256 --max-num-seqs 64"
 SERVER += " --dtype float32 --generation-config vllm --enforce-eager --distributed-executor-backend uni"
-SERVER += " --enable-scale-out"  # the route whose answers name the versions that made them: for the gate
+SERVER += " --enable-scale-out"  # for trainers with a gate: a route whose answers name versions
 
 
 def make_model() -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
@@ -89,12 +89,10 @@ if __name__ == "__main__":
             plane.wait_for_agents(2, timeout=300).wait()
             actor = {"role": "actor", "rank": 0, "world_size": 1, "profiler": profiler}
             with TrainingRank(bus=plane.address, state_dir=OUT / "state", **actor) as rank:
-                sync, gate = FleetSync(plane, rank=rank, quorum=1), Gate(max_staleness=0, mixed=False)
-                rollouts = VllmRollouts(plane, urls, max_logprob_gap=1e-4, gate=gate)
+                sync, rollouts = FleetSync(plane, rank=rank, quorum=1), VllmRollouts(plane, urls, max_logprob_gap=1e-4)
                 bus = {"callbacks": [sync, Narrator()], "rollout_func": rollouts, "processing_class": tokenizer}
                 trainer = GRPOTrainer(model, in_turn, GRPOConfig(**sizes, **cpu, **rate), prompts, **bus)
                 trainer.remove_callback(PrinterCallback), trainer.train()
-                print(str(plane.status()).splitlines()[1])
         finally:
             print("agents ended with", [agent.terminate() or agent.wait() for agent in agents])
     for command in (["log", "verify"], ["log", "replay"], ["timeline", "--traces", OUT / "traces"]):

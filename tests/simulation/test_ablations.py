@@ -390,7 +390,7 @@ ABLATIONS = {
     "control dialled anew": Ablation(Mechanisms(redial_control=False), "convergence", first=84),
     # A half-open subscription: commands come only while they are retransmitted, and nothing shows that the last one was
     # lost.
-    "subscription dialled anew": Ablation(Mechanisms(redial_subscription=False), "convergence", first=21),
+    "subscription dialled anew": Ablation(Mechanisms(redial_subscription=False), "convergence", first=97),
 }
 
 

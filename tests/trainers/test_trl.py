@@ -122,7 +122,6 @@ def test_grpo_learns_from_two_servers_of_which_one_is_killed(tmp_path: Path) -> 
     assert traced == {("global_step_3", place) for place in ("replica_0", "replica_1", "actor_rank_0")}
     assert (out / "run.perfetto.json.gz").exists()
     assert sorted(out.glob("new/*")) == sorted([out / "new" / f"step_{len(steps) - back}" for back in (0, 1)])
-    assert f"samples: {64 * len(steps):,} accepted, 0 refused; the newest 0.0 versions behind" in output
     assert processes_of(out) == []
     check_log(out / "run.db")
 
