@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Self
 
 import httpx
 import psutil
@@ -31,6 +31,7 @@ import psutil
 from controlplane import ControlPlane
 from schemas.commands import Checkpoint
 from schemas.config import BusConfig
+from schemas.identity import InFlight
 from schemas.reports import SyncReport
 from tests.engines.models import save_model, save_weights, weights
 from tests.engines.reports import BUS
@@ -44,6 +45,27 @@ FROZEN: Final = {"vllm": VLLM_TOKENS - 100, "sglang": 3000}
 """Tokens of a request that outlasts a sync, on a fast machine too."""
 ALWAYS: Final = 2
 """Requests that always run."""
+
+
+class Whole(NamedTuple):
+    """One answer: as the engine gave it, its tokens, and the logprobs of the prompt's tokens and of its own."""
+
+    said: dict[str, Any]
+    tokens: list[int]
+    of_prompt: list[float]
+    of_tokens: list[float]
+
+    @classmethod
+    def of_vllm(cls, said: dict[str, Any], prompt: Sequence[int]) -> Self:
+        (choice,) = said["choices"]
+        asked = zip(prompt[1:], (said["prompt_logprobs"] or ())[1:], strict=False)  # nothing predicts the first
+        of_prompt = [place[str(token)]["logprob"] for token, place in asked]
+        return cls(said, choice["token_ids"], of_prompt, [at["logprob"] for at in choice["logprobs"]["content"]])
+
+    @classmethod
+    def of_sglang(cls, said: dict[str, Any]) -> Self:
+        of_prompt, of_tokens = (said["meta_info"][f"{side}_token_logprobs"] for side in ("input", "output"))
+        return cls(said, said["output_ids"], [at[0] for at in of_prompt[1:]], [at[0] for at in of_tokens])
 
 
 class KeepFleet:
@@ -72,10 +94,10 @@ class KeepFleet:
         self.load = open_.enter_context(Process(load, folder / "load.log", cwd=Path(__file__).parents[2]))
         wait_for("requests always run", lambda: "begun" in self.load.output, 180)
 
-    def sync(self, name: str, timeout: float = 60.0) -> SyncReport:
+    def sync(self, name: str, timeout: float = 60.0, in_flight: InFlight = "keep") -> SyncReport:
         """Sync to the weights of that name, under whatever runs."""
         self.version += 1
-        ticket = self.plane.sync_weights(self.version, Checkpoint(name), in_flight="keep", timeout=timeout)
+        ticket = self.plane.sync_weights(self.version, Checkpoint(name), in_flight=in_flight, timeout=timeout)
         report = ticket.wait()
         if report.status == "committed":
             self.held = name
@@ -85,18 +107,21 @@ class KeepFleet:
         """What a new request gets."""
         return begin(self.kind, self.server.url, prompt, asked, None).grows_to(asked).tokens
 
-    def whole(self, prompt: Sequence[int], asked: int) -> dict[str, Any]:
-        """What one request gets on the route whose answers name versions. Waits until it has ended."""
-        sampling = {"temperature": 0, "ignore_eos": True}
+    def whole(self, prompt: Sequence[int], asked: int) -> Whole:
+        """What one request gets on the route whose answers name versions. Waits until it has ended. The logprobs of its
+        prompt are told if one token is asked for.
+        """
+        sampling: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
         if self.kind == "vllm":
-            sampling |= {"max_tokens": asked}
-            body = {"model": str(self.model), "token_ids": list(prompt), "sampling_params": sampling}
+            sampling |= {"max_tokens": asked, "logprobs": 0, "prompt_logprobs": 0 if asked == 1 else None}
+            body: dict[str, Any] = {"model": str(self.model), "token_ids": list(prompt), "sampling_params": sampling}
         else:
             sampling |= {"max_new_tokens": asked}
-            body = {"input_ids": list(prompt), "sampling_params": sampling}
+            body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
+            body |= {"logprob_start_len": 0 if asked == 1 else -1}
         path = "/inference/v1/generate" if self.kind == "vllm" else "/generate"
-        answer = httpx.post(self.server.url + path, json=body, timeout=400)
-        return dict(answer.raise_for_status().json())
+        answer = httpx.post(self.server.url + path, json=body, timeout=400).raise_for_status().json()
+        return Whole.of_vllm(answer, prompt) if self.kind == "vllm" else Whole.of_sglang(answer)
 
     def stream(self, prompt: Sequence[int]) -> Request:
         """Begin a request that outlasts a sync."""

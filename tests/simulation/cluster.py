@@ -32,6 +32,7 @@ from tests.simulation.agent import Process
 from tests.simulation.bus import Bus, Log
 from tests.simulation.engine import BROADCAST, LAUNCH_LABEL, Engine, Temper
 from tests.simulation.promises import Ledger, Promises
+from tests.simulation.samples import Sampler
 from tests.simulation.slot import Slot
 from tests.simulation.trainer import Trainer
 from tests.simulation.weather import ENGINES, LOSES, Weather
@@ -69,6 +70,7 @@ class Mechanisms:
     lease_of_members: bool = True
     drops_unreadable: bool = False
     adapters: bool = True
+    proven_samples: bool = True
 
 
 class World:
@@ -113,6 +115,7 @@ class World:
         self.doubled_until: dict[int | str, int] = {}  # by unit: how long the bus may take a second process for alive
         self.trainer = Trainer(self)
         self.adapters = AdapterTrainer(self)
+        self.sampler = Sampler(self)
 
     def _fleet(self) -> list[Slot]:
         rng = self.rng
@@ -520,6 +523,7 @@ class World:
         self.at(self.rng.randrange(500, 3000), self.trainer.work)
         if self.mechanisms.adapters:
             self.adapters.begin()
+        self.sampler.begin()
         self.at(1000, self.misfortune)
         self.run(self.rng.randrange(15_000, 40_000))
         self.calm()

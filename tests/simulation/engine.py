@@ -24,6 +24,7 @@ from schemas.identity import Memory, Operation, Tag
 if TYPE_CHECKING:
     from tests.simulation.adapters import Shelf
     from tests.simulation.agent import Process
+    from tests.simulation.samples import Rollout
 
 LAUNCHED = "as launched"
 """What a fresh engine holds; also the name of version 0."""
@@ -138,7 +139,7 @@ class Engine:
     unseen_by: those of its agents that have not looked since another one called it.
     caller: the agent that called it last.   loaded_by: which of two agents gave it other weights.
     resumed: asked before the engine generates again, so that what it holds can be judged.
-    shelf: its LoRA adapters.
+    shelf: its LoRA adapters.   rollouts: requests whose answers name the labels that it had.
     """
 
     rng: Random
@@ -180,6 +181,7 @@ class Engine:
     unseen_by: set[int] = field(default_factory=set)
     caller: Process | None = None
     loaded_by: int | None = None
+    rollouts: list[Rollout] = field(default_factory=list)
 
     @property
     def is_torn(self) -> bool:
@@ -207,6 +209,7 @@ class Engine:
     def launch(self) -> None:
         """Begin a new instance, which knows nothing. A call to the old one never takes effect."""
         self.instance += 1
+        self.rollouts.clear()
         self.shelf.launch()
         self.ready = False
         in_flight = self.attempt is not None and self.attempt.call == self.unseen
@@ -464,6 +467,8 @@ class Engine:
         self.shelf.advance()
         if isinstance(call, events.Abort) or call.mode != "keep":
             self.shelf.requests.clear()
+            for rollout in self.rollouts:
+                rollout.left = 0
         if isinstance(call, events.Abort):
             self.frozen = False
             return
@@ -482,6 +487,13 @@ class Engine:
         """What is generated is cached."""
         if self.ready and self.generating:
             self.cached.add(self.weights)
+            self.make_tokens()
+
+    def make_tokens(self) -> None:
+        """Let each request go on by a token, if it generates. Engines without labels have no requests that matter."""
+        if self.ready and self.generating and self.label is not None:
+            for rollout in self.rollouts:
+                rollout.goes_on(self.label, self.weights)
 
     def _wake(self, tags: frozenset[Tag]) -> None:
         if not tags <= self.asleep and Operation.WAKE not in IDEMPOTENT[self.kind]:

@@ -121,6 +121,7 @@ class Slot:
         engine = self.engine
         if engine is not None:
             engine.launch()
+            engine.label = self.world.sampler.launch_label(self) or engine.label
             instance = engine.instance
 
             def up() -> None:

@@ -353,7 +353,7 @@ ABLATIONS = {
     # An agent without its journal takes its engine's label for the weights that an aborted sync had under that version.
     "one version for the same weights": Ablation(Mechanisms(bus=forgetting_what_was_loaded), "I4 monotonic", first=2),
     # A trainer begins a sync, and forgets it: the engines stay paused.
-    "a held commit expires": Ablation(Mechanisms(bus=holding_for_ever), "convergence", first=60),
+    "a held commit expires": Ablation(Mechanisms(bus=holding_for_ever), "convergence", first=124),
     # A sender returned, and some weights have not arrived: the engines wait for as long as for a whole load.
     "a sender that returned": Ablation(Mechanisms(bus=trusting_the_sender), "P3 answer", first=136),
     # Nodes of one replica disagree on its mode, and commands mean one thing to one and another to the other.
@@ -376,6 +376,8 @@ ABLATIONS = {
     "adapters read back": Ablation(Mechanisms(agent=never_reading_back), "P12 adapters", first=29),
     # A sync of a few megabytes stops the whole fleet.
     "adapters pause nothing": Ablation(Mechanisms(agent=freezing_for_adapters), "P12 adapters", first=4),
+    # A trainer takes samples whatever the run knows of the weights that made them.
+    "samples of proven weights": Ablation(Mechanisms(proven_samples=False), "I15 proven samples", first=0),
     # Two processes take turns at one place, each with an engine of its own.
     "one holder": Ablation(Mechanisms(bus=letting_in_a_second), "P3 answer", first=2),
     # A bus that was replaced goes on writing into the log, between the records of its successor.
@@ -388,7 +390,7 @@ ABLATIONS = {
     "control dialled anew": Ablation(Mechanisms(redial_control=False), "convergence", first=84),
     # A half-open subscription: commands come only while they are retransmitted, and nothing shows that the last one was
     # lost.
-    "subscription dialled anew": Ablation(Mechanisms(redial_subscription=False), "convergence", first=21),
+    "subscription dialled anew": Ablation(Mechanisms(redial_subscription=False), "convergence", first=97),
 }
 
 

@@ -156,6 +156,24 @@ GUARDS = {
         "if False:",
         407,
     ),
+    "samples of a launch": Guard(
+        "controlplane/machine/provenance.py",
+        'return "", 0, newest, "unproven" if newest else "launch"',
+        'return "", 0, newest, "launch"',
+        0,
+    ),
+    "samples of a holder": Guard(
+        "controlplane/machine/provenance.py",
+        "held = bool(holders) if replica is None else _is_in(holders, replica)",
+        "held = True",
+        211,
+    ),
+    "samples of an aborted sync": Guard(
+        "controlplane/machine/provenance.py",
+        'return "unproven" if open_ else "aborted"',
+        'return "proven"',
+        138,
+    ),
     "ready with adapters": Guard(
         "workers/machine/readiness.py",
         "if not state.suppressed.adapters.issuperset(lacking):",

@@ -17,6 +17,7 @@ from controlplane.analysis.invariants import verify
 from controlplane.cli.replay_log import replay_log
 from controlplane.record.log import RunLog
 from controlplane.replay.recorded_run import RecordedRun
+from controlplane.report.collect import collect
 from schemas.events import CheckAdapter, LoadAdapter, Perform, UnloadAdapter
 from tests.engines.servers import free_port
 from tests.environments import python
@@ -91,6 +92,17 @@ def learned(demo: Path, out: Path) -> tuple[str, int]:
     return output, len(steps)
 
 
+def check_stale(log: Path, said: str) -> None:
+    """Samples waited while weights were synced, and the gate let none of those pass: the report has both."""
+    found = collect(RunLog.walk(log)).samples
+    steps = 6
+    assert found[0].accepted >= 16 * steps and found[0].refused == 0, "each step trained on the newest weights"
+    stale = [summary for behind, summary in found.items() if behind]
+    assert sum(summary.refused for summary in stale) > 0 and not any(summary.accepted for summary in stale)
+    refused = sum(summary.refused for summary in found.values())
+    assert said.startswith(f"samples: {found[0].accepted} accepted, {refused} refused")
+
+
 def test_what_cannot_work_is_refused_by_one_line(tmp_path: Path) -> None:
     with program(REFUSALS, tmp_path) as process:
         output, _ = process.communicate(timeout=200)
@@ -142,6 +154,7 @@ def test_async_grpo_moves_its_weights_over_the_bus(tmp_path: Path) -> None:
     assert result["same"] < SAME and result["other"] > OTHER
     assert processes_of(out) == []
     check_log(out / "run.db")
+    check_stale(out / "run.db", result["samples"])
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------
@@ -175,3 +188,4 @@ def test_async_grpo_moves_an_adapter_over_the_bus_and_leaves_its_base_as_it_is(t
     assert result["same"] < SAME and result["other"] > OTHER
     assert processes_of(out) == []
     check_log(out / "run.db")
+    check_stale(out / "run.db", result["samples"])

@@ -17,6 +17,7 @@ from schemas.events import (
     LeaseExpired,
     LoadAdapter,
     Observation,
+    Perform,
     Returned,
     Started,
     Tick,
