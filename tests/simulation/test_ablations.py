@@ -358,7 +358,7 @@ ABLATIONS = {
     # The trainer pushed weights, and the sync was aborted: the engine goes on with what nobody committed.
     "weights read again": Ablation(Mechanisms(agent=believing_unread), "I1 no torn serving", first=215),
     # Engines load other bytes than they were told to, and report success.
-    "digests compared": Ablation(Mechanisms(bus=comparing_nothing), "I2 proof", first=142),
+    "digests compared": Ablation(Mechanisms(bus=comparing_nothing), "I2 proof", first=245),
     # A push that did not arrive counts as a load.
     "a label proves": Ablation(Mechanisms(label_proves=False), "I2 proof", first=112),
     # An agent without its journal takes its engine's label for the weights that an aborted sync had under that version.
