@@ -46,25 +46,20 @@ def with_digests_compared(command: Command, outcomes: tuple[AgentOutcome, ...]) 
     """
     if not isinstance(command, WeightSync) or command.phase != "load":
         return outcomes
-    digests = [_digest(line.conclusion, command.version) for line in outcomes]
+    digests = [_loaded_digest(line.conclusion, command.version) for line in outcomes]
     holders = Counter(filter(None, digests))
-    if len(holders) < 2:
-        return outcomes
     layouts = Counter(map(_layout, holders.elements()))
-    compared = (
-        (line, digest, holders[digest], layouts[_layout(digest)])
+    wrong = {digest: held for digest, held in holders.items() if 2 * held <= layouts[_layout(digest)]}
+    if not wrong:
+        return outcomes
+    return tuple(
+        replace(line, conclusion=_differs(command.version, digest, wrong[digest])) if digest in wrong else line
         for line, digest in zip(outcomes, digests, strict=True)
     )
-    return tuple(
-        replace(line, conclusion=_differs(command.version, digest, held, replicas))
-        if 0 < 2 * held <= replicas
-        else line
-        for line, digest, held, replicas in compared
-    )
 
 
-def _digest(conclusion: Conclusion, version: int) -> str:
-    """The digest of what an engine has loaded. A replica in quarantine acts too, and holds an older version."""
+def _loaded_digest(conclusion: Conclusion, version: int) -> str:
+    """A replica in quarantine acts too, and holds an older version."""
     return conclusion.digest or "" if isinstance(conclusion, Acted) and conclusion.version == version else ""
 
 
@@ -72,13 +67,12 @@ def _layout(digest: str) -> str:
     return digest.rpartition(":")[0]
 
 
-def _differs(version: int, digest: str, held: int, replicas: int) -> Failed:
+def _differs(version: int, digest: str, held: int) -> Failed:
     return Failed(
         ErrorKind.DIGEST_MISMATCH,
         f"the engine reported success for the load of version {version}, but holds weights with digest "
-        f"{digest.rpartition(':')[2][:12]}, as {held} of {replicas} replicas of its layout do, which is no majority. "
-        "Sync again; if these engines arrange the same weights in different ways, start their agents with --digests "
-        "never.",
+        f"{digest.rpartition(':')[2][:12]}, as {held} in all do, which are not most of this layout. Sync again; if "
+        "engines arrange the same weights in different ways, start their agents with --digests never.",
     )
 
 

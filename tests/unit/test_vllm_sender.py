@@ -42,11 +42,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[TrainerSide]:
 
     package = "vllm.distributed.weight_transfer"
     factory = SimpleNamespace(WeightTransferTrainerFactory=SimpleNamespace(trainer_init=trainer_init))
-    monkeypatch.setitem(sys.modules, f"{package}.factory", factory)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, f"{package}.factory", factory)
     nccl = SimpleNamespace(NCCLTrainerInitInfo=SimpleNamespace)
-    monkeypatch.setitem(sys.modules, f"{package}.nccl_engine", nccl)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, f"{package}.nccl_engine", nccl)
     for name in ("vllm", "vllm.distributed", package):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
     return sides
 
 

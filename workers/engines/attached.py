@@ -92,9 +92,8 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         """
         method, parameter = self._checksums
         announced = isinstance(call, Load) and call.manifest is not None and call.manifest.content is not None
-        if not (self._digests == "always" or (announced and self._digests == "announced")):
-            return Returned()
-        if parameter not in launch.methods.get(method, ()):
+        asked = self._digests == "always" or (announced and self._digests == "announced")
+        if not asked or parameter not in launch.methods.get(method, ()):
             return Returned()
         sums = named_checksums(await client.call(method, action="checksum"))
         arranged = [launch.version, launch.device, launch.world, launch.precision, sorted(sums)]
