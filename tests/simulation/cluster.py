@@ -148,7 +148,7 @@ class World:
             engine.kind, engine.losing, engine.temper.loses = kind, random.Random(f"{slot.name} {self.seed}"), loses
             engine.temper.blind = self.weather.blind
             engine.flipping = random.Random(f"flips {slot.name} {self.seed}")
-            engine.flips = random.Random(f"flips {self.seed}").choice((0.0, 0.0, 0.1))
+            engine.flips = 0.1 if random.Random(f"loads {self.seed}").random() < 0.15 else 0.0
             engine.traffic, engine.recomputes = traffic, recomputes
             engine.launched_from = launched_from if kind != "verl" else None
             found = random.Random(f"found {slot.name} {self.seed}")
