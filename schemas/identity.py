@@ -56,6 +56,8 @@ Tag = Literal["weights", "kv_cache"]
 InFlight = Literal["abort", "wait", "keep"]
 """What a pause does to running requests: abort them, wait until they finish, or freeze them and continue later."""
 
+Digests = Literal["always", "announced", "never"]
+"""After which loads an engine is asked for checksums of its weights: all, those of syncs with a digest, or none."""
 OnLostBus = Literal["serve", "pause"]
 """What an engine does while its agent is cut off from the bus for longer than the lease."""
 

@@ -45,7 +45,7 @@ OBSERVING = frozenset(
 SECTIONS = {
     "Place and bus": ("bus", "keys", "replica", "node_rank", "nnodes", "gpus_per_node", "mode", "observe"),
     "Engine": (
-        *("engine", "url", "api_key_file", "checkpoints", "launch", "router"),
+        *("engine", "url", "api_key_file", "checkpoints", "digests", "launch", "router"),
         *(
             "dist_init",
             "launch_log",
@@ -66,7 +66,7 @@ RARE = frozenset(
     {
         *("memory", "on_lost_bus", "wedged_after", "serve", "seed", "dist_init", "launch_log", "up_within"),
         *("worker_url", "finish_hook", "print_config", "dump_stacks", "metrics_port", "mode", "traces"),
-        *("api_key_file", "profiler"),
+        *("api_key_file", "profiler", "digests"),
     }
 )
 
@@ -145,6 +145,12 @@ RARE = frozenset(
 @click.option("--serve", help="tiny: address for its clients, e.g. ipc:///tmp/engine-0.")
 @click.option("--seed", default=0, help="tiny: seed of its initial weights.")
 @click.option("--checkpoints", type=_PATH, default=".", help="Root of the paths in weight syncs.")
+@click.option(
+    "--digests",
+    type=click.Choice(["always", "announced", "never"]),
+    default="announced",
+    help="After which loads to compare a digest of the engine's weights: all, those of syncs with a digest, none.",
+)
 @click.option("--traces", type=_PATH, help="Folder for traces.  [default: traces]")
 @click.option("--finish-hook", help="Command that /bin/sh runs after the last profiled step, e.g. an upload.")
 @click.option(
@@ -300,6 +306,7 @@ def _engine_options(identity: Identity, options: dict[str, Any], traces: Path) -
         traces=traces,
         url=options["url"],
         key_file=options["api_key_file"],
+        digests=options["digests"],
         serve=options["serve"],
         seed=options["seed"],
     )

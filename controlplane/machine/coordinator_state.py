@@ -158,6 +158,7 @@ class Sync(Struct, frozen=True, kw_only=True):
         members: Replicas that take part.
         lost: Replicas that failed.
         restarted: Replicas whose agent joined as a new incarnation since the sync began.
+        differing: Replicas that loaded other bytes than the others. A restart of their agents does not change that.
         holding: Replicas for which these weights were committed before the sync began.
         reports: Of the phases that have ended.
         sent: The trainer has sent the weights that are being loaded.
@@ -173,6 +174,7 @@ class Sync(Struct, frozen=True, kw_only=True):
     members: frozenset[Count] = frozenset()
     lost: frozenset[Count] = frozenset()
     restarted: frozenset[Count] = frozenset()
+    differing: frozenset[Count] = frozenset()
     holding: frozenset[Count] = frozenset()
     reports: tuple[Report, ...] = ()
     sent: bool = False

@@ -146,7 +146,7 @@ def _load(state: CoordinatorState, sync: Sync, event: events.CoordinatorEvent, e
 
 def _commit(state: CoordinatorState, sync: Sync, event: events.CoordinatorEvent, effects: Effects) -> CoordinatorState:
     """Replicas serve the new weights."""
-    command = _command(sync, "commit", sync.lost - sync.restarted)
+    command = _command(sync, "commit", sync.lost - sync.restarted | sync.differing)
     if failure := oversize(command, sync.request.target):
         return _abort(state, replace(sync, failure=failure), event, effects)
     if (adapter := adapter_of(sync)) is not None:

@@ -153,6 +153,8 @@ class World:
                 continue
             engine.kind, engine.losing, engine.temper.loses = kind, random.Random(f"{slot.name} {self.seed}"), loses
             engine.temper.blind = self.weather.blind
+            engine.flipping = random.Random(f"flips {slot.name} {self.seed}")
+            engine.flips = 0.1 if random.Random(f"loads {self.seed}").random() < 0.15 else 0.0
             engine.traffic, engine.recomputes = traffic, recomputes
             engine.launched_from = launched_from if kind != "verl" else None
             found = random.Random(f"found {slot.name} {self.seed}")
@@ -549,7 +551,7 @@ class World:
             if slot.engine is not None:
                 temper = slot.engine.temper
                 temper.fails = temper.hangs = temper.loses = temper.blind = 0.0
-                slot.engine.shelf.evicts = 0.0
+                slot.engine.shelf.evicts = slot.engine.flips = 0.0
                 temper.failing, temper.slow_ms, slot.engine.traffic = "", min(temper.slow_ms, 400), False
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from msgspec.structs import replace
 
 from schemas import events
-from schemas.commands import Broadcast, Pushed, Source
+from schemas.commands import Broadcast, Pushed, Source, WeightSync
 from schemas.desired import Desired
 from schemas.identity import Memory, Operation, Tag
 
@@ -140,6 +140,7 @@ class Engine:
     caller: the agent that called it last.   loaded_by: which of two agents gave it other weights.
     resumed: asked before the engine generates again, so that what it holds can be judged.
     shelf: its LoRA adapters.   rollouts: requests whose answers name the labels that it had.
+    flips: chance that it loads other bytes than it was told to, and reports success.   flipped: it has.
     """
 
     rng: Random
@@ -182,6 +183,9 @@ class Engine:
     caller: Process | None = None
     loaded_by: int | None = None
     rollouts: list[Rollout] = field(default_factory=list)
+    flips: float = 0.0
+    flipping: Random = field(default_factory=lambda: Random(0))
+    flipped: bool = False
 
     @property
     def is_torn(self) -> bool:
@@ -221,7 +225,7 @@ class Engine:
         self.cached.clear()
         self.frozen = False
         self.interrupts = False
-        self.version, self.weights, self.loaded_by = 0, LAUNCHED, None
+        self.version, self.weights, self.loaded_by, self.flipped = 0, LAUNCHED, None, False
         self.label = LAUNCH_LABEL if self.label is not None else None
         if self.used and self.instance == 1 and self.label is not None:
             self.version, self.label, self.weights = self.used, str(self.used), f"{self.used} of another run"
@@ -460,7 +464,17 @@ class Engine:
         if held != (self.weights, self.version, self.label):  # the same again shows nothing
             self.loaded_by = self.caller.slot.double if self.caller is not None else None
         self.shelf.read_again()
-        return events.Returned(digest=digest_of(self.weights) if self.kind == "tiny" else None)
+        return events.Returned(digest=self._digest(call))
+
+    def _digest(self, call: events.Load | events.Restore) -> str | None:
+        """The digest of what it has just loaded. Of loads that no sync asks for nothing is compared."""
+        if self.kind == "tiny":
+            return digest_of(self.weights)
+        trigger = self.caller.trigger if self.caller is not None else None
+        synced = trigger is not None and isinstance(trigger.command, WeightSync) and trigger.command.phase == "load"
+        self.flipped = synced and self.flips > 0 and self.flipping.random() < self.flips
+        bytes_ = f"others {self.flipping.random()}" if self.flipped else self.weights
+        return f"{self.kind}:layout:{bytes_}" if self.kind != "verl" else None
 
     def _pause(self, call: events.Pause | events.Abort) -> None:
         self._serve()

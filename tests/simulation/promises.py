@@ -362,6 +362,7 @@ class Promises:
         engine = slot.engine
         if engine is None or engine.weights == LAUNCHED or slot.identity.mode is RolloutMode.COLOCATED:
             return
+        self.judge("I2 proof", verdicts.trusted(self, slot, engine))
         committed = {weights_of(commit.source) for commit in self.commits(lost=True) if commit.source is not None}
         asked = engine.caller.slot if engine.caller is not None else slot
         if engine.weights in committed or engine.weights == asked.ledger.resuming:
@@ -403,6 +404,7 @@ class Promises:
         for effect in effects:
             if isinstance(effect, Publish):
                 self._published(bus, effect)
+                self.judge("I2 proof", verdicts.compared(self, before, self.log[effect.seq].command))
                 self.judge("P12 adapters", adapter_verdicts.quorum(self, before, self.log[effect.seq]))
             elif isinstance(effect, Conclude) and isinstance(effect.report, Report):
                 self.judge("P3 answer", verdicts.waited(before, effect.report))
@@ -534,10 +536,8 @@ class Promises:
         if published.life == bus.life and bus.now_us > published.deadline_us + bus.late_us:
             self.broken("P3 answer", f"command {report.seq} was concluded after its deadline")
         for line in report.outcomes:
-            if isinstance(line.conclusion, Missing):
-                continue
             given = self.world.slot(line.agent).ledger.answered.get(key, [])
-            if line.conclusion not in given:
+            if not verdicts.was_given(line.conclusion, given):
                 self.broken("P3 answer", f"{line.agent} never gave the answer concluded for {report.seq}")
 
     # --- a log that lost its tail -------------------------------------------------------------------------------------

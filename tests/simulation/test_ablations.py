@@ -6,6 +6,7 @@ of them most runs still end well; the mechanism is there for the few that do not
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 from msgspec import MsgspecError
@@ -204,6 +205,14 @@ def without_absent(report: Report | SyncReport) -> Report | SyncReport:
     return replace(report, outcomes=tuple(kept))
 
 
+def comparing_nothing(
+    state: CoordinatorState, event: CoordinatorEvent
+) -> tuple[CoordinatorState, tuple[CoordinatorEffect, ...]]:
+    """Commit to every replica that reports success, whatever bytes its engine holds."""
+    with patch.object(coordinator, "with_digests_compared", lambda _, outcomes: outcomes):
+        return coordinator.decide(state, event)
+
+
 def without_unproven(report: Report | SyncReport) -> Report | SyncReport:
     """Call a sync committed, and nothing more."""
     return replace(report, unproven=()) if isinstance(report, SyncReport) else report
@@ -348,6 +357,8 @@ ABLATIONS = {
     "memory of the trainer": Ablation(Mechanisms(agent=sharing_memory), "P5 one effect", first=28),
     # The trainer pushed weights, and the sync was aborted: the engine goes on with what nobody committed.
     "weights read again": Ablation(Mechanisms(agent=believing_unread), "I1 no torn serving", first=215),
+    # Engines load other bytes than they were told to, and report success.
+    "digests compared": Ablation(Mechanisms(bus=comparing_nothing), "I2 proof", first=245),
     # A push that did not arrive counts as a load.
     "a label proves": Ablation(Mechanisms(label_proves=False), "I2 proof", first=112),
     # An agent without its journal takes its engine's label for the weights that an aborted sync had under that version.

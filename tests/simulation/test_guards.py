@@ -52,7 +52,7 @@ GUARDS = {
         "workers/machine/weights.py",
         "return not (engine.torn or engine.maybe_pushed) and",
         "return not engine.maybe_pushed and",
-        18,
+        24,
     ),
     "looks alone": Guard(
         "workers/machine/reconcile.py",

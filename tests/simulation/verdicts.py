@@ -16,15 +16,19 @@ from schemas.commands import AdapterSync, Broadcast, Command, EpochStart, Profil
 from schemas.desired import Desired, requested_session
 from schemas.events import Call, CommandReceived, Event, LeaseExpired, Load, Observe, SnapshotReceived, Started
 from schemas.identity import ROLLOUT, Identity, RolloutMode, agent_of, replica_and_node
-from schemas.outcomes import Acted, Missing, Reason, Skipped
+from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing, Outcome, Reason, Skipped
 from schemas.reports import Report, SyncReport
+from tests.simulation import serving
+from tests.simulation.engine import weights_of
 from workers.machine.state import AgentState
 
 if TYPE_CHECKING:
     from controlplane.machine.coordinator import CoordinatorState
     from tests.simulation.agent import Process
     from tests.simulation.bus import Bus
+    from tests.simulation.engine import Engine
     from tests.simulation.promises import Promises, Published
+    from tests.simulation.slot import Slot
 
 _TAKES_NO_PART = tuple(map(Skipped, (Reason.MODE_NEVER_SYNCS, Reason.NOT_TARGETED, Reason.OBSERVING)))
 CALLS_ALONE_MAX = 8
@@ -118,6 +122,49 @@ def quorum(promises: Promises, bus: Bus, before: CoordinatorState) -> str:
     if len(loaded) < sync.request.quorum:
         return f"v{command.version} is committed with {loaded}, the quorum is {sync.request.quorum}"
     return ""
+
+
+def was_given(conclusion: Conclusion, given: list[Outcome]) -> bool:
+    """Whether an agent has given the answer that was concluded for it. Only the bus knows that digests differ."""
+    differs = isinstance(conclusion, Failed) and conclusion.error is ErrorKind.DIGEST_MISMATCH
+    acted = any(isinstance(answer, Acted) for answer in given)
+    return isinstance(conclusion, Missing) or conclusion in given or (differs and acted)
+
+
+def compared(promises: Promises, before: CoordinatorState, command: object) -> str:
+    """No replica serves a commit whose engine was loaded with other bytes than more than half of its layout."""
+    sync = before.sync
+    if sync is None or not isinstance(command, WeightSync) or command.phase != "commit":
+        return ""
+    loads = [seq for seq, other in promises.log.items() if _is_phase(other, "load", command.version)]
+    report = promises.concluded.get((promises.log[max(loads)].origin, max(loads))) if loads else None
+    if report is None:
+        return ""
+    held: dict[int, str] = {}
+    for replica, conclusion in primaries(report):
+        if isinstance(conclusion, Missing):
+            continue
+        answers = promises.world.slot(f"{replica}.0").ledger.answered.get((report.origin, report.seq), [])
+        for answer in answers:
+            if isinstance(answer, Acted) and answer.version == command.version and answer.digest:
+                held[replica] = answer.digest
+    layouts = [digest.rpartition(":")[0] for digest in held.values()]
+    for replica in held.keys() - command.quarantine:
+        same, of = list(held.values()).count(held[replica]), layouts.count(held[replica].rpartition(":")[0])
+        if 2 * same <= of:
+            return f"replica {replica} serves v{command.version} with {held[replica]}, as {same} of {of} do"
+    return ""
+
+
+def trusted(promises: Promises, slot: Slot, engine: Engine) -> str:
+    """An engine with other bytes than were committed, whose replica the commit left out, is loaded again first."""
+    of_these = [
+        commit for commit in promises.commits() if commit.source and weights_of(commit.source) == engine.weights
+    ]
+    left_out = bool(of_these) and slot.identity.replica in of_these[-1].quarantine
+    misled = engine.caller is not None and serving.misled(engine.caller)
+    wrong = left_out and engine.flipped and not misled
+    return f"{slot.name} serves the other bytes for which it was left out" if wrong else ""
 
 
 def _is_phase(published: Published, phase: str, version: int) -> bool:

@@ -1,7 +1,9 @@
 """What the backends of SGLang and vLLM share: how they attach to an engine that they command."""
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import ClassVar, Final, Generic
@@ -10,12 +12,12 @@ from anyio import CancelScope, to_thread
 
 from schemas.commands import AdapterVersion, Checkpoint
 from schemas.errors import CheckpointError, ConfigError, EngineError, RefusedError, UnsupportedError
-from schemas.events import CheckAdapter, CheckSource, Load, LoadAdapter, Observation, Restore, UnloadAdapter
-from schemas.identity import LAUNCH_LABEL, Identity, Operation
+from schemas.events import CheckAdapter, CheckSource, Load, LoadAdapter, Observation, Restore, Returned, UnloadAdapter
+from schemas.identity import LAUNCH_LABEL, Digests, Identity, Operation
 from schemas.safetensors.format import read_layout
 from workers.engines.adapter_files import adapter_path, checked_adapter
 from workers.engines.checkpoint import SourceChecker
-from workers.engines.client import CallRefused, EngineClient, begun
+from workers.engines.client import CallRefused, EngineClient, begun, mapping_at
 from workers.engines.observed import EngineKind, Launch, LaunchT, LoRALimits, ObservedEngine, listed_adapters
 
 _OF_THE_ADAPTER: Final = (400, 404, 422)
@@ -30,17 +32,27 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         client: Reaches this node's own front end; None where there is none.
         checkpoints: Root of the checkpoint paths in commands.
         traces: Root of the session directories. The server must see both roots under the same absolute path.
+        digests: After which loads the engine is asked for checksums.
     """
 
     kind: ClassVar[EngineKind]  # type: ignore[type-arg]
     _loaded_option: ClassVar[str]  # of its launch: how many adapters it holds
+    _checksums: ClassVar[tuple[str, str]]  # the method that returns them, and a parameter that shows that it does
 
-    def __init__(self, identity: Identity, client: EngineClient | None, *, checkpoints: Path, traces: Path) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        client: EngineClient | None,
+        *,
+        checkpoints: Path,
+        traces: Path,
+        digests: Digests = "announced",
+    ) -> None:
         self._identity, self._client = identity, client
         self._observed: ObservedEngine[LaunchT] = ObservedEngine(
             self.kind, identity, client, unready=None, checkpoints=checkpoints
         )
-        self._traces, self._checkpoints = traces.resolve(), checkpoints
+        self._traces, self._checkpoints, self._digests = traces.resolve(), checkpoints, digests
         self._sources = SourceChecker(checkpoints)
         self._joined: tuple[str | None, str] | None = None  # a launch of the engine, and the broadcast group it is in
 
@@ -72,6 +84,23 @@ class AttachedEngine(ABC, Generic[LaunchT]):
 
     async def _check_source(self, launch: LaunchT, call: CheckSource) -> None:
         await to_thread.run_sync(self._sources.check, call.source, call.manifest, launch.model, self._identity)
+
+    async def _loaded(self, client: EngineClient, launch: LaunchT, call: Load | Restore) -> Returned:
+        """Return the result of a load, with a digest of the checksums that the engine computes over its own tensors.
+
+        It identifies the contents of engines of this kind and layout, not of files: engines fuse and prepack tensors.
+        """
+        method, parameter = self._checksums
+        announced = isinstance(call, Load) and call.manifest is not None and call.manifest.content is not None
+        asked = self._digests == "always" or (announced and self._digests == "announced")
+        if not asked or parameter not in launch.methods.get(method, ()):
+            return Returned()
+        sums = named_checksums(await client.call(method, action="checksum"))
+        arranged = [launch.version, launch.device, launch.world, launch.precision, sorted(sums)]
+        layout, content = (
+            hashlib.sha256(json.dumps(part).encode()).hexdigest() for part in (arranged, sorted(sums.items()))
+        )
+        return Returned(digest=f"{self.kind.name}:{layout[:16]}:{content}")
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -155,6 +184,18 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         Raises:
             RefusedError: It must not be unloaded now, whether they do or not.
         """
+
+
+def named_checksums(answer: object) -> dict[str, str]:
+    """Return the checksums in an engine's answer, by the names of its tensors: vLLM's are one mapping, SGLang's one for
+    each rank. Raises EngineError.
+    """
+    ranks = answer if isinstance(answer, list) else [{"checksums": answer}]
+    named = (mapping_at(part, "checksums") if isinstance(part, Mapping) else {} for part in ranks)
+    sums = {f"{rank}:{name}": str(each) for rank, part in enumerate(named) for name, each in part.items()}
+    if not sums:
+        raise EngineError(f"the engine was asked for checksums of its weights, and answered {str(answer)[:200]!r}.")
+    return sums
 
 
 def label_after(call: Load | Restore) -> str:

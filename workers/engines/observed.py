@@ -51,6 +51,7 @@ class Launch(Struct, frozen=True, kw_only=True):
         node_rank: The front end's node; None if the engine does not count nodes.
         missing: What the engine can't do, each operation with the reason and the remedy.
         load_format: How it read the weights of its launch; None if it does not say.
+        precision: Its dtype and quantization, in its own words.
         recomputes: Frozen requests can lose their cache, and are computed anew when they continue.
         lora: What it was launched for, as to LoRA adapters; None if not for any, or if it does not say.
     """
@@ -60,6 +61,7 @@ class Launch(Struct, frozen=True, kw_only=True):
     model: str | None
     load_format: str | None
     device: str | None
+    precision: str
     node_rank: int | None
     nnodes: int | None
     world: int | None

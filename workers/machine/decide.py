@@ -61,7 +61,7 @@ from workers.machine.state import (
     with_engine_state,
 )
 from workers.machine.suppressed import clear_suppressed, still_desired, suppress, with_room, without_trainer
-from workers.machine.weights import adopt_pushed, expect_push
+from workers.machine.weights import adopt_pushed, distrusted, expect_push
 
 __all__ = ["LOGIC", "Activity", "AgentState", "decide", "next_deadline"]
 
@@ -162,6 +162,8 @@ def _decide_command(
     if targeted and suppressed is not NOTHING_SUPPRESSED:
         suppressed = clear_suppressed(suppressed, command, state.desired, state.identity)
     desired = desired_after(state.desired, command, targeted, state.identity)
+    if desired is not state.desired:
+        state = replace(state, engine=distrusted(state.engine, desired))
     refused = _refusal(state, event, now_ms)
     if refused is None:
         engine = expect_push(state.engine, desired) if desired is not state.desired else state.engine
@@ -481,7 +483,7 @@ def _on_snapshot(state: AgentState, event: events.SnapshotReceived, effects: Eff
         seq=event.seq,
         desired=event.desired,
         suppressed=NOTHING_SUPPRESSED,
-        engine=expect_push(state.engine, event.desired),
+        engine=expect_push(distrusted(state.engine, event.desired), event.desired),
         remembered=None,
         bus_lost=False,
         changed_by_others=False,

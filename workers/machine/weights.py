@@ -68,6 +68,15 @@ def _is_known(engine: EngineState) -> bool:
     return not (engine.torn or engine.maybe_pushed) and engine.label == engine.version_label
 
 
+def distrusted(engine: EngineState, desired: Desired) -> EngineState:
+    """Return `engine` without its trust in weights that were committed without this replica, if it holds that version.
+
+    Their bytes are not those of the others, say. Once it may serve again, they are loaded again.
+    """
+    left_out = 0 < desired.quarantined == desired.version == engine.version
+    return replace(engine, torn=True, version_label=engine.label) if left_out and not engine.torn else engine
+
+
 def expect_push(engine: EngineState, desired: Desired) -> EngineState:
     """Return `engine`, whose weights may change while a sync is in progress in which the trainer pushes them."""
     pushing = desired.sync is not None and isinstance(desired.sync.source, Pushed) and engine.label is not None

@@ -59,6 +59,7 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
     """One SGLang engine, seen from one node of its replica. The client reaches this node's own server."""
 
     kind, _loaded_option = SGLANG, "--max-loaded-loras"
+    _checksums = "check_weights", "allow_quant_error"  # which came one release after the checksums, in 0.5.15
 
     async def open(self) -> None:
         """Attach to the engine.
@@ -82,7 +83,7 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
             case events.Wake():
                 await client.call("resume_memory_occupation", tags=sorted(call.tags))
             case Load() | Restore():
-                await self._load(client, launch, call)
+                return await self._load(client, launch, call)
             case events.Flush():
                 await self._flush(client, launch, timeout_s)
             case events.Abort():
@@ -112,7 +113,7 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
         await self._flush(client, launch, timeout_s)
         await client.call("release_memory_occupation", tags=sorted(call.tags))
 
-    async def _load(self, client: EngineClient, launch: SGLangLaunch, call: Load | Restore) -> None:
+    async def _load(self, client: EngineClient, launch: SGLangLaunch, call: Load | Restore) -> events.Returned:
         if isinstance(call, Load) and isinstance(call.source, Broadcast):
             await self._receive(client, launch, call.source, call.manifest)
         else:
@@ -123,6 +124,7 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
             )
         with begun():
             await client.call("update_weight_version", new_version=label_after(call), abort_all_requests=False)
+            return await self._loaded(client, launch, call)
 
     async def _receive(
         self, client: EngineClient, launch: SGLangLaunch, source: Broadcast, manifest: Manifest | None

@@ -57,6 +57,7 @@ def read_launch(info: Mapping[str, object], methods: Methods) -> SGLangLaunch:
         model=text_at(info, "model_path"),
         load_format=text_at(info, "load_format"),
         device=text_at(info, "device"),
+        precision=f"{info.get('dtype')} {info.get('quantization')}",
         node_rank=integer_at(info, "node_rank"),
         nnodes=integer_at(info, "nnodes"),
         world=product_at(info, "tp_size", "pp_size", *(() if within else ("dp_size",))),
