@@ -48,6 +48,7 @@ from schemas.reports import AdapterStatus, FleetStatus, Report, SyncReport
 from schemas.safetensors.manifest import build_manifest, read_checkpoint
 from schemas.safetensors.paths import resolve_below
 from schemas.storage.filesystems import network_type
+from schemas.transport.addresses import write_address
 from schemas.transport.keys import KEYS_VARIABLE
 from schemas.transport.sockets import Context
 
@@ -70,10 +71,12 @@ class ControlPlane(EngineCommands):
 
     Args:
         address: Where agents connect, e.g. tcp://127.0.0.1:5555. Port 0 lets the system choose; see `.address`.
-        log: File of the run's log. Must be on a local disk.
-        run: What to do with the log. `"new"`: begin a run, and keep the log of an earlier one beside it, as
-            `run.<its id>.db`. `"resume"`: continue the run in it, which must exist. Anything else is an id, of a new
-            run or of the one that the log must be of. None: continue the run if there is one, and warn, or begin one.
+        log: File of the run's log. Must be on a local disk; `log_copy` of BusConfig is for a run that may go on on
+            another machine.
+        run: What to do with the log. `"auto"`, which fits every start: continue the run in it if there is one, else
+            begin one. `"new"`: begin a run, and keep the log of an earlier one beside it, as `run.<its id>.db`.
+            `"resume"`: continue the run in it, which must exist. Anything else is an id, of a new run or of the one
+            that the log must be of. None: as `"auto"`, with a warning where a run is continued.
         config: Intervals and limits of the bus.
         profiler: Which steps `step` profiles, and how.
         checkpoints: Directory that checkpoint paths are relative to on this machine. Each agent is configured with
@@ -124,22 +127,29 @@ class ControlPlane(EngineCommands):
         thread = BusThread(self._make_bus, self._owner or threading.current_thread(), reads)
         self._bus = thread.start()
         self._opened = thread
+        if self._config.address_file is not None:
+            write_address(Path(self._config.address_file), self._bus.address)
 
     def _make_bus(self) -> Bus:
         config = self._config
         log = RunLog.open(
-            self._log, self._run, config.durability, bytes_max=config.log_bytes_max, age_max_s=config.log_age_max_s
+            self._log,
+            self._run,
+            config.durability,
+            bytes_max=config.log_bytes_max,
+            age_max_s=config.log_age_max_s,
+            copy=config.log_copy,
         )
         with ExitStack() as stack:
             stack.callback(log.close)
             if filesystem := network_type(Path(self._log)):
                 logger.warning(
                     "the log %s is on a network file system (%s): each group is written more slowly, and others should "
-                    "read it on this machine only. A local disk is better",
+                    "read it on this machine only. A local disk is better, with `log_copy` for a run that moves",
                     *(self._log, filesystem),
                 )
             if log.continues and self._run is None:
-                logger.warning('%s. run="resume" says that this is meant', log.continues)
+                logger.warning('%s. run="auto" says that this is meant', log.continues)
             bus = Bus(
                 self._address,
                 log,

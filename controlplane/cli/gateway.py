@@ -26,7 +26,7 @@ TOKEN_VARIABLE = "ROLLOUTCTL_GATEWAY_TOKEN"
 )
 @click.option("--address", default="tcp://127.0.0.1:5555", help="Where agents connect.")
 @click.option("--log", type=_PATH, default="run.db", help="File of the run's log.")
-@click.option("--run", metavar="new|resume|ID", help=RUN_HELP)
+@click.option("--run", metavar="auto|new|resume|ID", help=RUN_HELP)
 @click.option("--keys", type=_PATH, envvar="ROLLOUTCTL_KEYS", help="Folder of the bus's keys.")
 @click.option(
     "--replicas", type=click.IntRange(1, REPLICAS_MAX), help="Number of replicas.  [default: that of --engine]"
