@@ -379,7 +379,7 @@ class ControlPlane(EngineCommands):
         Args:
             version: Larger than any committed before, and not one that was used for other weights: once replicas were
                 told to load it, it stands for this source and manifest. None for the next of the run, one more than the
-                newest that was ever requested; the report says which.
+                newest that was ever requested; `version` of the ticket says which, at once.
             source: Where the weights are. A path is a directory of safetensors files below `checkpoints`, the same as
                 `Checkpoint(path)`.
             manifest: What the source must hold; None to read it from the headers of the files on this machine.
@@ -446,7 +446,7 @@ class ControlPlane(EngineCommands):
             name: Of the adapter.
             version: Larger than any committed before; None for the next of this adapter.
             path: Directory of the files, as PEFT writes them, below `checkpoints`. No other version may have it, now or
-                later: engines read it again. `oldest_adapter` says when it can be deleted.
+                later: engines read it again. `needed_checkpoints` says when it can be deleted.
             base: Version of the base weights that it belongs to; None for any.
             keep: How many versions replicas hold afterwards, the newest included: one more than the steps by which the
                 trainer lets a sample be late. An older one is unloaded once no request runs on it.
@@ -497,16 +497,17 @@ class ControlPlane(EngineCommands):
         """
         return self.bus.view().adapters
 
-    def oldest_adapter(self, name: str) -> int:
-        """Return the oldest version of an adapter whose files engines may still read; 0 if no version's.
+    def needed_checkpoints(self) -> frozenset[str]:
+        """Return the directories that a replica may still have to read: all others that were synced can be deleted.
 
-        Args:
-            name: Of the adapter.
+        They are those of weights and adapters, as they were given, of earlier lives of the trainer too. A replica that
+        is away comes back to the version that was committed for it, also if later syncs did not name it. During a sync,
+        replicas may go back to that version. `retire` a replica that does not come back.
 
         Raises:
             BusFaulted, BusClosed: The bus has stopped.
         """
-        return self.bus.view().oldest_adapter(name)
+        return self.bus.view().needed_checkpoints
 
     def _checked_source(
         self, source: Source | str | Path, manifest: Manifest | None, content: bool
@@ -534,17 +535,6 @@ class ControlPlane(EngineCommands):
         self._record_samples()
         self._step = max(0, global_step)
         return Step(self._profiling, global_step)
-
-    def oldest_version(self) -> int:
-        """Return the oldest version that a replica may still have to load: checkpoints of older ones can be deleted.
-
-        A replica that is away comes back to the version that was committed for it, also if later syncs did not name it.
-        During a sync, replicas may go back to that version. `retire` a replica that does not come back.
-
-        Raises:
-            BusFaulted, BusClosed: The bus has stopped.
-        """
-        return self.bus.view().oldest_version
 
     def begin_step(self, global_step: int) -> None:
         """Begin a training step, for a trainer whose steps are callbacks. Waits as `with plane.step(n):` does.

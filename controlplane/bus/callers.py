@@ -195,6 +195,11 @@ class Callers:
             self._interval.shorten()
             self._queue(order)
 
+    def newest_version(self, adapter: str) -> int:
+        """Return the largest version of a sync that has not ended, of an adapter or of the weights (""); else 0."""
+        tickets = (ticket for ticket in tuple(self._tickets.values()) if isinstance(ticket, Ticket))
+        return max((ticket.version for ticket in tickets if ticket.adapter == adapter), default=0)
+
     def _pop(self, number: int) -> Ticket[Any] | _OperatorTicket | None:
         """Take out a ticket that ends."""
         ticket = self._tickets.pop(number, None)

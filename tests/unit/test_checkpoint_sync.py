@@ -10,7 +10,7 @@ import torch
 
 from controlplane import ControlPlane
 from controlplane.trainers.checkpoints import CheckpointSync
-from schemas.errors import AgentsMissing, CheckpointError, CommandFailed, ConfigError
+from schemas.errors import AgentsMissing, CheckpointError, CommandFailed, ConfigError, SyncInProgress
 from schemas.reports import SyncReport
 from tests.timeline.real_run import PLACES, QUICK, agents, front
 from tests.waiting import wait_until
@@ -70,6 +70,36 @@ def test_a_name_that_is_taken_gets_a_number(plane: ControlPlane) -> None:
     assert list((plane.checkpoints / "step_1").iterdir()) == []
 
 
+def test_a_trainer_that_goes_on_deletes_what_its_earlier_lives_published_and_nothing_else(
+    plane: ControlPlane, tmp_path: Path
+) -> None:
+    save(TinyModel(TinyConfig(), seed=9), plane.checkpoints / "its_own")
+    CheckpointSync(plane).publish("step_1", weights(1))
+    killed = plane.checkpoints / ".step_2.7.partial"
+    killed.mkdir()
+    (killed / ".rolloutctl").touch()
+    (plane.checkpoints / ".other.7.partial").mkdir()
+    again = CheckpointSync(plane, keep=1)
+    assert not killed.exists() and plane.needed_checkpoints() == {"step_1"}
+    again.publish("step_1", weights(2))  # as it resumes at that step
+    assert plane.needed_checkpoints() == {"step_1-1"}
+    assert sorted(path.name for path in plane.checkpoints.iterdir()) == [".other.7.partial", "its_own", "step_1-1"]
+
+
+def test_a_trainer_that_does_not_wait_knows_the_version_at_once(plane: ControlPlane) -> None:
+    sync = CheckpointSync(plane, keep=1)
+    tickets = [sync.begin(f"step_{step}", weights(step)) for step in (1, 2)]
+    assert [ticket.version for ticket in tickets] == [1, 2]
+    assert tickets[0].wait(20).version == 1
+    with pytest.raises(SyncInProgress):
+        tickets[1].wait(20)
+    assert sync.begin("step_3", weights(3)).wait(20).version == 2  # what was refused was used for nothing
+    assert sorted(path.name for path in plane.checkpoints.iterdir()) == ["step_1", "step_3"]
+    third = sync.begin("step_4", weights(4))
+    assert third.version == 3 and third.wait(20).status == "committed"
+    assert sorted(path.name for path in plane.checkpoints.iterdir()) == ["step_3", "step_4"]
+
+
 def test_a_checkpoint_that_was_not_written_is_published_to_nobody(plane: ControlPlane) -> None:
     def full(folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half of it")
@@ -123,7 +153,7 @@ def test_versions_of_an_adapter_have_paths_of_their_own_and_go_when_no_replica_h
     held = plane.adapters()["policy"]
     assert (held.version, held.model, held.replicas) == (4, "policy-v4", (0, 1))
     assert held.path.startswith("policy-step_3-") and plane.serving() == {0: 0, 1: 0}
-    wait_until(lambda: plane.oldest_adapter("policy") == 4)
+    wait_until(lambda: plane.needed_checkpoints() == {held.path})
     last = sync.publish("step_1", adapter(4))
     paths = [plane.adapters()["policy"].path, held.path]
     assert last.version == 5 and sorted(path.name for path in plane.checkpoints.iterdir()) == sorted(paths)
