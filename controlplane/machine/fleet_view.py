@@ -5,6 +5,7 @@ from controlplane.machine.coordinator_state import CoordinatorState
 from controlplane.machine.engine_answers import labelled_tokens, model_of
 from controlplane.machine.provenance import Provenance, provenance
 from controlplane.machine.replicas import needed_weights, proven_replicas
+from schemas.commands import durable_source
 from schemas.identity import RolloutMode
 from schemas.reports import AdapterStatus
 
@@ -35,6 +36,12 @@ class FleetView:
     def needed_checkpoints(self) -> frozenset[str]:
         """Directories of weights and adapters that a replica may still have to read."""
         return needed_weights(self.state) | needed_paths(self.state)
+
+    @property
+    def loaded_checkpoints(self) -> frozenset[str]:
+        """Directories of the newest weights that engines may ever have loaded."""
+        sources = (durable_source(known.weights.source) for known in self.state.loaded)
+        return frozenset(source.path for source in sources if source is not None)
 
     @property
     def adapters(self) -> dict[str, AdapterStatus]:

@@ -88,8 +88,8 @@ class CheckpointSync:
         """Write a checkpoint, bring the fleet to it, and delete those that are not needed any more.
 
         Args:
-            name: Of its directory, which gets a number if that name is taken. That of an adapter gets more: engines
-                may read again what was there before, in an earlier life of the trainer.
+            name: Of its directory, which gets a number if that name is taken, or was, also in an earlier life of the
+                trainer. That of an adapter gets more: engines may read again what was there before.
             write: Writes the files into the directory that it is given.
 
         While an operator's sync has not ended, this one waits for as long as one may take.
@@ -138,7 +138,8 @@ class CheckpointSync:
         if self.adapter:
             name = f"{self.adapter}-{name}-{secrets.token_hex(4)}"
         folder, number = self._root / name, 1
-        while folder.exists():
+        used = self._plane.view().loaded_checkpoints  # an agent that is away may still read what was there under a name
+        while folder.exists() or folder.name in used:
             folder, number = self._root / f"{name}-{number}", number + 1
         partial = folder.with_name(f".{folder.name}.{os.getpid()}{PARTIAL}")
         partial.mkdir()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from controlplane import ControlPlane
 from controlplane.trainers.checkpoints import CheckpointSync
@@ -84,6 +85,25 @@ def test_a_trainer_that_goes_on_deletes_what_its_earlier_lives_published_and_not
     again.publish("step_1", weights(2))  # as it resumes at that step
     assert plane.needed_checkpoints() == {"step_1-1"}
     assert sorted(path.name for path in plane.checkpoints.iterdir()) == [".other.7.partial", "its_own", "step_1-1"]
+
+
+def test_a_trainer_that_goes_on_from_an_older_step_brings_the_fleet_back_to_it(tmp_path: Path) -> None:
+    (tmp_path / "ckpt").mkdir()
+    versions, served = [], []
+    with agents(f"{tmp_path}/bus", tmp_path, checkpoints=tmp_path / "ckpt"):
+        for start in (0, 1):  # its own checkpoint is of step 1 when it is killed after step 3
+            config = structs.replace(QUICK, address_file=f"{tmp_path}/bus")
+            with ControlPlane(
+                "tcp://127.0.0.1:0", log=tmp_path / "run.db", run="auto", config=config, checkpoints=tmp_path / "ckpt"
+            ) as plane:
+                sync = CheckpointSync(plane)
+                plane.wait_for_agents(len(PLACES), timeout=60).wait()
+                for step in range(start, 4):
+                    versions.append(sync.publish(f"step_{step}", weights(step)).version)
+                    served.append(TinyClient(front(tmp_path, PLACES[0])).describe().digest)
+    assert versions == [1, 2, 3, 4, 5, 6, 7]
+    assert served[4:] == served[1:4]
+    assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == ["step_2-1", "step_3-1"]
 
 
 def test_a_trainer_that_does_not_wait_knows_the_version_at_once(plane: ControlPlane) -> None:
