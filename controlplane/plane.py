@@ -39,7 +39,7 @@ from schemas.commands import (
     durable_source,
 )
 from schemas.config import BusConfig, milliseconds, within_bounds
-from schemas.errors import BusClosed, BusFaulted, ConfigError
+from schemas.errors import BusAddressError, BusClosed, BusFaulted, ConfigError
 from schemas.formatting import escape_html
 from schemas.identity import TIME_MAX_MS, Identity, InFlight
 from schemas.logs import logger_of
@@ -128,7 +128,11 @@ class ControlPlane(EngineCommands):
         self._bus = thread.start()
         self._opened = thread
         if self._config.address_file is not None:
-            write_address(Path(self._config.address_file), self._bus.address)
+            try:
+                write_address(Path(self._config.address_file), self._bus.address)
+            except BusAddressError:
+                self.close()
+                raise
 
     def _make_bus(self) -> Bus:
         config = self._config

@@ -316,7 +316,7 @@ class BusLoop:
             self._unreachable.clear()
         if self._flush_due(at_us) and not self._commit():
             return
-        if not self._log.pending:  # so what the acks are for is written
+        if self._log.settled:  # so what the acks are for is written
             self._send_acks()
 
     def _decide(

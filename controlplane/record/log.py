@@ -262,6 +262,11 @@ class RunLog:
         """Number of records that the next `commit` writes."""
         return self._file.pending
 
+    @property
+    def settled(self) -> bool:
+        """Whether all that was appended is in the file, and in its copy: an agent may forget its decisions then."""
+        return not self._file.pending and (self._copy is None or self._copy.copied >= self._file.committed)
+
     def append(
         self,
         event: CoordinatorEvent,

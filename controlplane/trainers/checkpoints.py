@@ -116,7 +116,11 @@ class CheckpointSync:
         return report
 
     def begin(self, name: str, write: Callable[[Path], object]) -> Ticket[SyncReport]:
-        """Write a checkpoint, and begin to bring the fleet to it, without waiting for that. Arguments as for `publish`.
+        """Write a checkpoint, and begin to bring the fleet to it, without waiting for that.
+
+        Args:
+            name: As for `publish`.
+            write: As for `publish`.
 
         Returns:
             The ticket of the sync, with its `version`. Waiting raises SyncInProgress if the one before has not ended.

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from controlplane import BusConfig, ControlPlane
 from controlplane.machine.coordinator import CoordinatorState, decide
 from controlplane.machine.events import CoordinatorEvent, Issued
 from controlplane.record.log import RunLog
 from schemas.commands import EngineCommand, Target
-from schemas.errors import ConfigError, LogCorrupt, LogError, LogLocked
+from schemas.errors import BusAddressError, BusFaulted, ConfigError, LogCorrupt, LogError, LogLocked
 from schemas.storage import record_copy
 from schemas.storage.record_copy import RecordCopy
 from tests.unit.test_run_log import batch, events
@@ -267,3 +268,38 @@ def test_the_copy_of_a_long_log_is_dropped_with_it(
         assert moved.state == state
         assert moved._file.first_position > 1
         assert records(there.path)[-len(records(here.path)) :] == records(here.path)
+
+
+def test_a_bus_that_has_a_successor_stops_by_itself(here: Machine, there: Machine) -> None:
+    def plane(machine: Machine) -> ControlPlane:
+        config = BusConfig(log_copy=str(machine.copy), head_interval_ms=50)
+        return ControlPlane("tcp://127.0.0.1:0", log=machine.path, run="auto", config=config)
+
+    with plane(here) as first:
+        (here.copy / "writer").write_text("", "utf-8")
+        with plane(there) as second:
+            wait_until(lambda: not first.bus.is_up)
+            with pytest.raises(BusFaulted, match="another program goes on with this run"):
+                first.flush()
+            assert second.bus.state.epoch == 2 and second.bus.is_up
+            assert second.flush().wait(20).outcomes == ()
+
+
+def test_a_bus_whose_address_can_not_be_written_is_not_left_open(here: Machine) -> None:
+    config = BusConfig(address_file=str(here.path / "none" / "bus"), log_copy=str(here.copy))
+    with (
+        pytest.raises(BusAddressError, match="for the address of the bus"),
+        ControlPlane("tcp://127.0.0.1:0", log=here.path, config=config),
+    ):
+        pass
+    here.open("resume").close()  # at once: it closed in good order
+
+
+def test_an_agent_keeps_what_the_copy_does_not_have(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_copy, "COPY_S", 3600)
+    with here.open("r") as log:
+        decided(log, log.state, OPENED)
+        assert log.settled
+        log.append_batch("0.0", batch(1), 1)
+        log.commit()
+        assert not log.pending and not log.settled

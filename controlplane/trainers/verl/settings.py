@@ -19,8 +19,6 @@ class VerlSettings(Struct, frozen=True, kw_only=True):
     Attributes:
         log: File of the run's log; `rolloutctl/run.db` below `trainer.default_local_dir` by default. A run that resumes
             continues it.
-        log_copy: Folder of a live copy of the log, for a task runner that may start again on another machine; empty for
-            none. `log` must be on a disk of the machine then.
         run: `auto` to continue the run in the log if there is one, else to begin one; `new` to begin a run and keep the
             log of an earlier one beside it; `resume` to continue the one in the log, which must exist.
         address: Where agents connect, as their nodes reach it. One that other machines can reach needs `keys`.
@@ -35,10 +33,11 @@ class VerlSettings(Struct, frozen=True, kw_only=True):
         quorum: Replicas that must hold new weights for a commit. The others of the fleet are quarantined or unproven.
         metrics_port: `[HOST:]PORT` where the task runner serves the metrics of the bus to Prometheus; without HOST, to
             its own machine. None for no metrics.
+        log_copy: Folder of a live copy of the log, for a task runner that may start again on another machine; empty for
+            none. `log` must be on a disk of the machine then.
     """
 
     log: str = ""
-    log_copy: str = ""
     run: str = "auto"
     address: str = "tcp://127.0.0.1:0"
     keys: str = ""
@@ -50,6 +49,7 @@ class VerlSettings(Struct, frozen=True, kw_only=True):
     join_timeout: Annotated[float, Meta(ge=1, le=86_400)] = 120.0
     quorum: Annotated[int, Meta(ge=1, le=65_536)] = 1
     metrics_port: int | str | None = None
+    log_copy: str = ""
 
 
 def read_settings(section: Mapping[str, Any], folder: Path, traces: Path, path: str = SECTION) -> VerlSettings:
