@@ -241,8 +241,7 @@ class RecordCopy:
                 marked = position
         if (self._appended, marked) == (self.copied, self._marked) or self._part is None:
             return False
-        self._part.flush()
-        os.fsync(self._part.fileno())
+        _flush(self._part)
         self._marked = marked
         first = reader.first_position
         while len(self._starts) > 1 and self._starts[1][1] <= first:
@@ -251,6 +250,7 @@ class RecordCopy:
 
     def _append(self, record: tuple[int, int, str, str, bytes]) -> None:
         if self._part is not None and self._part.tell() > PART_BYTES:
+            _flush(self._part)
             self._end_part()
         if self._part is None:
             self._part = self._create(next(self._parts))
@@ -351,6 +351,11 @@ def _rows(path: Path) -> Iterator[Row]:
 def _frame(position: int, at_ns: int, kind: str, agent: str, body: bytes) -> bytes:
     row = msgpack.encode((position, at_ns, kind, agent, checksum(position, at_ns, kind, agent, body), body))
     return len(row).to_bytes(_LENGTH) + row
+
+
+def _flush(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _write(path: Path, text: str) -> None:

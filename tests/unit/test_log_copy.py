@@ -303,3 +303,26 @@ def test_an_agent_keeps_what_the_copy_does_not_have(here: Machine, monkeypatch: 
         log.append_batch("0.0", batch(1), 1)
         log.commit()
         assert not log.pending and not log.settled
+
+
+def test_a_group_that_fills_several_files_is_flushed_in_each_of_them(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed, real = set[int](), os.fsync
+
+    def noted(descriptor: int) -> None:
+        flushed.add(os.fstat(descriptor).st_ino)
+        real(descriptor)
+
+    monkeypatch.setattr(record_copy, "PART_BYTES", 256)
+    monkeypatch.setattr(record_copy, "COPY_S", 3600)
+    monkeypatch.setattr(os, "fsync", noted)
+    with here.open("r") as log:
+        state = decided(log, log.state, OPENED)
+        for number in range(20):
+            log.append_batch("0.0", batch(1 + 100 * number, 100), 1)
+        log.commit()
+        decided(log, state, FLUSH)
+        parts = [part.stat() for part in here.copy.glob("*.records")]
+        assert len(parts) > 5
+        assert {part.st_ino for part in parts if part.st_size} <= flushed
