@@ -276,7 +276,8 @@ class RunLog:
     ) -> None:
         """Append one decision of the coordinator, and a mark of the state if one is due. `commit` writes both."""
         self._append(str(event.__struct_config__.tag), "", at_ns, decision_body(event, effects))
-        self._publishes |= any(isinstance(effect, Publish) for effect in effects)
+        if self._copy is not None:
+            self._publishes |= any(isinstance(effect, Publish) for effect in effects)
         if isinstance(event, AnswersReceived):
             self._unmarked_records += len(event.answers)
         if state is not None and self._mark_due():

@@ -4,8 +4,8 @@ ray job submit -- python ray_job.py vllm http://127.0.0.1:8000
 """
 
 import logging
+import os
 import sys
-import tempfile
 from pathlib import Path
 
 import ray
@@ -16,7 +16,7 @@ from workers import Engine, EngineOptions, ReplicaNodes, make_engine, place_agen
 
 KIND, URL = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
 RUN = Path.cwd()  # shared by all nodes: checkpoints, keys (`rolloutctl keys new fleet --fleet`) and the log's copy
-LOG = Path(tempfile.gettempdir()) / f"{RUN.name}.db"  # on this node's disk
+LOG = os.environ.get("RUN_LOG", f"/tmp/{RUN.name}/run.db")  # on this node's disk
 
 
 def engine(identity: Identity) -> Engine:
