@@ -17,7 +17,7 @@ from anyio import CancelScope, to_thread
 
 from controlplane.bus.bus import Bus
 from controlplane.bus.key_folder import KeyFolder
-from controlplane.bus.thread import BusThread
+from controlplane.bus.thread import COPY_OPEN_S, BusThread
 from controlplane.engine_commands import EngineCommands, Replicas, target_of
 from controlplane.machine.events import OnUnreachable
 from controlplane.machine.fleet_view import FleetView
@@ -120,11 +120,15 @@ class ControlPlane(EngineCommands):
     # --- lifetime -----------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Open the log and start the bus. Blocks for some milliseconds, and for half a minute at most."""
+        """Open the log and start the bus. Blocks for some milliseconds, and for half a minute at most.
+
+        With a copy of the log it blocks for 10 s after a life that was killed, and for five minutes at most.
+        """
         if self._opened is not None:
             raise ConfigError("this control plane is already open: create one object for each life of a bus")
         reads = f"the log {self._log}" + (f" or the keys in {self._keys.path}" if self._keys is not None else "")
-        thread = BusThread(self._make_bus, self._owner or threading.current_thread(), reads)
+        limit_s = COPY_OPEN_S if self._config.log_copy is not None else None
+        thread = BusThread(self._make_bus, self._owner or threading.current_thread(), reads, limit_s)
         self._bus = thread.start()
         self._opened = thread
         if self._config.address_file is not None:

@@ -43,7 +43,7 @@ from controlplane.record.bodies import (
 )
 from controlplane.record.entries import AgentMark, LogEntry, LogItem, LogMark, coordinator_event_decoder
 from controlplane.record.marks import decode_mark, decode_state, encode_mark
-from schemas.errors import ConfigError, LogCorrupt, LogError, LogFull, WireError
+from schemas.errors import ConfigError, LogCorrupt, LogError, LogFull, LogLocked, WireError
 from schemas.storage.database import Durability
 from schemas.storage.record_copy import RecordCopy, has_copy, put_aside
 from schemas.storage.record_file import RecordFile
@@ -156,6 +156,9 @@ class RunLog:
             log._restore()
             if live is not None:
                 live.start(file.path, file.header)
+                while live.copied < file.committed:  # all of a log that had no copy yet
+                    with suppress(LogLocked):
+                        live.wait(file.committed)
             log._copy = live
             undo.pop_all()
         return log
