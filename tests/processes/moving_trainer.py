@@ -1,6 +1,6 @@
 """A trainer that may go on on another machine. Beside its log it shares one folder with its agents.
 
-    moving_trainer.py SHARED PORT [hang]
+    moving_trainer.py SHARED PORT LEASE_MS [hang]
 
 It prints a line once the fleet serves, and one for each sync. With `hang`, it stays in the middle of the last one.
 """
@@ -13,9 +13,13 @@ from pathlib import Path
 from controlplane import BusConfig, ControlPlane
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
 
-SHARED, PORT, HANGS = Path(sys.argv[1]), sys.argv[2], "hang" in sys.argv
+SHARED, PORT, LEASE_MS, HANGS = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), "hang" in sys.argv
 CONFIG = BusConfig(
-    log_copy=str(SHARED / "log"), address_file=str(SHARED / "bus"), heartbeat_ms=500, agent_timeout_ms=4000
+    log_copy=str(SHARED / "log"),
+    address_file=str(SHARED / "bus"),
+    heartbeat_ms=500,
+    agent_timeout_ms=4000,
+    lease_ms=LEASE_MS,
 )
 
 
