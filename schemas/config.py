@@ -52,6 +52,10 @@ class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             operating system, so a power cut may lose the last groups.
         log_bytes_max: Size to which the log is kept, about: its oldest records are dropped. None keeps all.
         log_age_max_s: Age from which records are dropped, about. None keeps all.
+        log_copy: Folder, which other machines share, of a live copy of the log. A command is published once it is there
+            too. A bus that opens with the same folder, on any machine, goes on with the run where the copy ends.
+        address_file: File that the bus writes its address to once it is open, for agents and operators whose `--bus`
+            names the file. They read it again whenever their bus does not answer.
         observe: This bus observes a run that another trainer drives: it lets in observing agents only. None for a bus
             that commands.
     """
@@ -69,6 +73,8 @@ class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     durability: Literal["disk", "os"] = "os"
     log_bytes_max: Annotated[int, Meta(ge=1 << 20, le=1 << 50)] | None = None
     log_age_max_s: Annotated[int, Meta(ge=60, le=1 << 32)] | None = None
+    log_copy: str | None = None
+    address_file: str | None = None
     observe: ObservePolicy | None = None
 
 

@@ -77,7 +77,8 @@ class Agent:
     """One node's agent: `async with Agent(...) as agent: await agent.run()`, under asyncio. Not thread-safe.
 
     Args:
-        bus: Address of the bus, e.g. tcp://10.0.0.1:5555; the only address that an agent must know.
+        bus: Address of the bus, e.g. tcp://10.0.0.1:5555; the only address that an agent must know. Or the path, with a
+            slash in it, of a file that names it, which is read again whenever the bus does not answer.
         identity: The place of this node. Two live agents cannot hold the same.
         engine: What the agent commands; opened on entering and closed on leaving. With an identity of mode `observed`
             the agent only observes it: it opens, reads and closes it, and has no way to make a call.

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, Self, TypeVar
 
 import anyio
@@ -26,8 +27,10 @@ from controlplane.bus.descriptors import raise_limit
 from controlplane.bus.inbox import Inbox
 from controlplane.bus.key_folder import KeyFolder
 from controlplane.machine import events
+from controlplane.machine.adapters import next_adapter_version
 from controlplane.machine.coordinator import LOGIC, CoordinatorState
 from controlplane.machine.fleet_view import FleetView
+from controlplane.machine.versions import VERSION_MAX, next_version
 from controlplane.record.log import RunLog
 from controlplane.tickets import Ticket
 from schemas import wire
@@ -91,6 +94,7 @@ class Bus(BusLoop):
         self._job_added = asyncio.Event()
         self._exited = False
         self._view: FleetView | None = None
+        self._numbering = Lock()  # from the choice of a version until it is queued
         self._open = AsyncExitStack()
 
     @property
@@ -145,6 +149,8 @@ class Bus(BusLoop):
     ) -> Ticket[SyncReport]:
         """Hand a weight sync to the bus, like `publish`. The arguments are those of `ControlPlane.sync_weights`."""
         ticket: Ticket[SyncReport] = self.callers.new_ticket(PHASES * timeout_ms * 1000)
+        of_earlier_life = adapter is None and version is not None and version <= self._log.state.newest_version
+        advice = self._log.continues if of_earlier_life else ""
         order = events.SyncRequested(
             at_us=0,
             at_ns=0,
@@ -160,10 +166,20 @@ class Bus(BusLoop):
             sends=sends,
             adapter=adapter,
         )
-        of_earlier_life = adapter is None and version is not None and version <= self._log.state.newest_version
-        advice = self._log.continues if of_earlier_life else ""
-        self._hand_over(order, ticket, advice=advice)
+        with self._numbering:
+            ticket.adapter = adapter.name if adapter is not None else ""
+            ticket.version = version or self._next_version(ticket.adapter, source)
+            if ticket.version <= VERSION_MAX:  # beyond, only the run itself may count on
+                order = replace(order, version=ticket.version)
+            self._hand_over(order, ticket, advice=advice)
         return ticket
+
+    def _next_version(self, adapter: str, source: Source) -> int:
+        """The version that a sync which counts by itself will have: above those of all that have not ended."""
+        newest = self.callers.newest_version(adapter)
+        if adapter:
+            return next_adapter_version(self.state, adapter, newest)
+        return next_version(self.state, source, newest)
 
     def note_sent(self, ticket: Ticket[SyncReport], failure: str | None = None) -> None:
         """Tell the bus that the weights of this sync were sent, or why they will not come: its load phase ends soon."""

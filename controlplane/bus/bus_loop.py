@@ -285,6 +285,7 @@ class BusLoop:
         late_us = at_us - self._next_head_us
         if late_us > STALLED_US:
             self.inbox.discount(late_us)
+        self._log.check_copy()
         self.publisher.send_nowait([wire.TOPIC_HEAD, wire.encode_header(self.state.epoch, 0, self.state.seq), _NIL])
         self._next_head_us = at_us + self._config.head_interval_ms * 1000
         # Where messages are left, a sign of life may lie unread.
@@ -314,7 +315,7 @@ class BusLoop:
             self._unreachable.clear()
         if self._flush_due(at_us) and not self._commit():
             return
-        if not self._log.pending:  # so what the acks are for is written
+        if self._log.settled:  # so what the acks are for is written
             self._send_acks()
 
     def _decide(

@@ -188,6 +188,11 @@ class Callers:
         if order is not None:
             self.queue(order)
 
+    def newest_version(self, adapter: str) -> int:
+        """Return the largest version of a sync that has not ended, of an adapter or of the weights (""); else 0."""
+        tickets = (ticket for ticket in tuple(self._tickets.values()) if isinstance(ticket, Ticket))
+        return max((ticket.version for ticket in tickets if ticket.adapter == adapter), default=0)
+
     def queue(self, order: CallerEvent) -> None:
         """Queue an order, or something to take note of, for the next turn."""
         with self._taking:

@@ -14,6 +14,7 @@ from schemas.commands import AdapterDrop, AdapterRequest, EngineCommand, Profile
 from schemas.config import milliseconds, within_bounds
 from schemas.errors import BusUnreachable, CommandError, KeyRefused
 from schemas.reports import FleetStatus, Report, SyncReport
+from schemas.transport.addresses import NOWHERE, read_address
 from schemas.transport.handshakes import DialledSocket, connect
 from schemas.transport.keys import KeySource
 from schemas.transport.sockets import agent_dealer
@@ -94,6 +95,9 @@ async def retire(
 
 async def _ask(bus: str, request: wire.Operator, expected: type[R], timeout_s: float, keys: KeySource | None) -> R:
     credentials = keys.credentials() if keys is not None else None
+    bus, named = read_address(bus), bus
+    if bus == NOWHERE:
+        raise BusUnreachable(f"the file {named} names no bus: is the trainer running? Nothing was sent")
     async with agent_dealer(zmq.Context.instance(), bus, credentials, wait_for_listener=False) as dealer:
         with anyio.move_on_after(timeout_s):
             await _finish_handshake(dealer, bus, keys)

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 from msgspec.structs import replace
 
 from controlplane.cli import interrupt
-from controlplane.cli.command_line import Command, api_key_file, metrics_port
+from controlplane.cli.command_line import BUS_HELP, Command, api_key_file, metrics_port
 from controlplane.cli.config_file import config_text, read_config_file, require_trusted
 from schemas.commands import ProfilePlan
 from schemas.config import TIMEOUT_MAX_S, AgentConfig, milliseconds
@@ -87,7 +87,7 @@ RARE = frozenset(
     help="File with options (TOML). The command line and the environment come before it.",
 )
 @click.option("--print-config", is_flag=True, help="Print such a file with all options as they are now, and exit.")
-@click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help="Address of the trainer's bus, tcp://HOST:PORT.")
+@click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help=BUS_HELP)
 @click.option("--key", "keys", type=_PATH, envvar="ROLLOUTCTL_KEY_FILE", help="File with this agent's key.")
 @click.option(
     "--replica",

@@ -13,7 +13,7 @@ from controlplane.bus.operator import ask_status, submit
 from controlplane.bus.operator import retire as ask_retire
 from controlplane.bus.operator import sync as ask_sync
 from controlplane.cli import interrupt
-from controlplane.cli.command_line import Command, Group, note_problem, parse_numbers, read_numbers
+from controlplane.cli.command_line import BUS_HELP, Command, Group, note_problem, parse_numbers, read_numbers
 from controlplane.cli.explain import explain
 from controlplane.cli.tables import Screen, fleet_table
 from schemas.commands import AdapterDrop, AdapterRequest, EngineCommand, ProfileCommand, ProfilePlan, Target, Window
@@ -27,7 +27,7 @@ from schemas.profiler.conversion import did_you_mean
 from schemas.reports import INSECURE, FleetStatus, Report, SyncReport
 from schemas.transport.keys import KeySource
 
-bus_option = click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help="Address of the bus, tcp://HOST:PORT.")
+bus_option = click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help=BUS_HELP)
 keys_option = click.option(
     "--key",
     "keys",

@@ -44,9 +44,9 @@ def keep_of(sync: Sync) -> int:
     return sync.request.adapter.keep if sync.request.adapter is not None else 1
 
 
-def next_adapter_version(state: CoordinatorState, name: str) -> int:
-    """Return the next version of an adapter."""
-    return state.adapters.get(name, _NONE).requested + 1
+def next_adapter_version(state: CoordinatorState, name: str, above: int = 0) -> int:
+    """Return the next version of an adapter, larger than `above`."""
+    return max(state.adapters.get(name, _NONE).requested, above) + 1
 
 
 def refused_adapter(state: CoordinatorState, adapter: AdapterVersion) -> str:

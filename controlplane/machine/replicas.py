@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from controlplane.machine.coordinator_state import CoordinatorState, Member
 from controlplane.machine.stops import stopped_replicas
-from schemas.commands import AdapterSync, Command, EngineCommand, Target, WeightSync
+from schemas.commands import AdapterSync, Command, EngineCommand, Target, WeightSync, durable_source
 from schemas.desired import Desired
 from schemas.formatting import agent_order, format_duration
 from schemas.identity import ROLLOUT, Identity
@@ -217,10 +217,13 @@ def holds_committed(member: Member, desired: Desired) -> bool:
     return bool(member.sync_acked) or (member.status is not None and member.status.version == desired.version)
 
 
-def oldest_version(state: CoordinatorState) -> int:
-    """Return the oldest version that a known replica, or one that is new, may still have to load."""
-    versions = [state.desired[replica].version for replica in syncing_replicas(state, Target()) & state.desired.keys()]
-    return min(versions, default=state.default_desired.version)
+def needed_weights(state: CoordinatorState) -> frozenset[str]:
+    """Return the checkpoints that a known replica, or one that is new, may still have to load, and those of syncs."""
+    replicas = syncing_replicas(state, Target()) & state.desired.keys()
+    committed = [desired.committed for desired in (state.default_desired, *map(state.desired.__getitem__, replicas))]
+    sources = [weights.source for weights in committed if weights is not None]
+    durable = map(durable_source, (*sources, *(sync.request.source for sync in state.syncs.values())))
+    return frozenset(source.path for source in durable if source is not None)
 
 
 def all_serve(state: CoordinatorState, count: int, since_us: int) -> bool:

@@ -297,11 +297,9 @@ class AdapterTrainer:
         files = self.world.files
         if bus.committing is not None:
             return
-        oldest = {name: FleetView(bus.state).oldest_adapter(name) for name in NAMES}
+        needed = FleetView(bus.state).needed_checkpoints
         for adapter in set(self.published()):
-            if adapter.name not in bus.state.syncs and (
-                adapter.version < oldest[adapter.name] or not oldest[adapter.name]
-            ):
+            if adapter.name not in bus.state.syncs and adapter.path not in needed:
                 if adapter.path not in files.let_go:
                     self.world.say(f"the files {adapter.path} of {adapter.model} are deleted")
                 files.let_go.add(adapter.path)

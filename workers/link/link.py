@@ -33,6 +33,7 @@ from schemas.errors import AgentError, IdentityTaken, RolloutctlError, WireError
 from schemas.events import Answer, Event, LeaseExpired, SnapshotReceived
 from schemas.identity import Identity
 from schemas.logs import RateLimit, logger_of
+from schemas.transport.addresses import NOWHERE
 from schemas.transport.async_socket import Sent
 from schemas.transport.keys import KeySource
 from schemas.transport.sockets import Context, agent_subscriber
@@ -200,10 +201,7 @@ class Link:
     async def _say_hello(self) -> _Session:
         """Say hello until the bus welcomes the agent. Pauses double, with jitter over their whole length."""
         pause_ms = self._config.hello_retry_ms
-        unreachable = f"nothing listens at {self._bus}"
-        if self._keys is None:
-            unreachable += ", or the bus there admits no peer without a key"
-        self._waiting.begin(unreachable)
+        self._waiting.begin(unreachable := self._unreachable())
         while True:
             with (
                 anyio.move_on_after(jittered_s(self._config.hello_retry_ms, pause_ms)),
@@ -213,12 +211,19 @@ class Link:
                 self._connection.note_question()
                 await self._connection.dealer.send([self._header(), wire.encode(self._hello)])
                 self._hello = replace(self._hello, attempt=self._hello.attempt + 1)
-                if self._waiting.reason == unreachable:
-                    self._waiting.reason = f"the bus at {self._bus} has not answered hello"
+                if self._waiting.reason == unreachable and self._connection.address != NOWHERE:
+                    self._waiting.reason = f"the bus at {self._connection.address} has not answered hello"
                 await self._welcomed.wait()
             if self._session is not None:
                 return self._session
             pause_ms = min(2 * pause_ms, PAUSE_MS_MAX)
+
+    def _unreachable(self) -> str:
+        address = self._connection.address
+        if address == NOWHERE:
+            return f"the file {self._bus} names no bus yet"
+        keyless = ", or the bus there admits no peer without a key" if self._keys is None else ""
+        return f"nothing listens at {address}{keyless}"
 
     def _accept_welcome(self, welcome: wire.Welcome) -> None:
         """Begin a session, and continue the upload from where this bus stands."""
@@ -241,7 +246,7 @@ class Link:
 
     async def _serve(self, session: _Session) -> None:
         try:
-            address = publish_address(self._bus, session.welcome)
+            address = publish_address(self._connection.address, session.welcome)
         except WireError as error:
             self._note_malformed(error)
             return
@@ -254,7 +259,14 @@ class Link:
             state = self._journal.state
             logger.info(
                 "agent %s joined run %s at %s: epoch %d, seq %d, committed weights v%d",
-                *(self._agent, session.welcome.run, self._bus, state.epoch, state.seq, state.desired.version),
+                *(
+                    self._agent,
+                    session.welcome.run,
+                    self._connection.address,
+                    state.epoch,
+                    state.seq,
+                    state.desired.version,
+                ),
             )
             await anyio.sleep_forever()
 
@@ -264,7 +276,7 @@ class Link:
         Only the first snapshot is taken: a command that is issued between two is superseded by the second one.
         """
         pause_ms = self._config.hello_retry_ms
-        self._waiting.reason = f"the bus at {self._bus} has not sent the desired state"
+        self._waiting.reason = f"the bus at {self._connection.address} has not sent the desired state"
         session.snapshot = anyio.Event()
         while True:
             self._send(wire.Join())
@@ -309,7 +321,7 @@ class Link:
     def _rejoin(self, message: wire.Rejoin) -> None:
         if message.give_up:
             raise IdentityTaken(message.reason)
-        self._waiting.reason = f"the bus at {self._bus} answers: {message.reason}"
+        self._waiting.reason = f"the bus at {self._connection.address} answers: {message.reason}"
         if self._session is not None:
             logger.info("agent %s: %s; saying hello again", self._agent, message.reason)
             self._end_session()
