@@ -35,7 +35,7 @@ from schemas.transport.exposition import Sample, Table, TableCollector
 AGENT_STATES: Final = ("joining", "live", "gone", "left")
 PHASES: Final = ("prepare", "load", "commit", "abort")
 KINDS: Final = (
-    *("pause", "resume", "sleep", "wake", "flush", "abort", "epoch_start"),
+    *("pause", "resume", "sleep", "wake", "flush", "abort", "drain", "epoch_start"),
     *("profile_start", "profile_stop", "profile_collect", "profile_check", "profile_finish"),
     *("adapter_prepare", "adapter_load", "adapter_commit", "adapter_abort", "adapter_drop"),
 )

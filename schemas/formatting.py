@@ -15,6 +15,7 @@ from schemas.commands import (
     AdapterDrop,
     AdapterSync,
     Command,
+    Drain,
     EngineCommand,
     EpochStart,
     ProfileCommand,
@@ -96,6 +97,8 @@ def describe(command: Command | UnknownCommand) -> str:
             return f"adapter {command.phase} {command.adapter.model}"
         case AdapterDrop():
             return f"adapter drop {command.name}"
+        case Drain():
+            return "drain"
         case EngineCommand():
             return command.operation
         case UnknownCommand():

@@ -27,7 +27,8 @@ from anyio import CancelScope
 from anyio.abc import TaskGroup
 
 from schemas import events
-from schemas.config import AgentConfig, within_bounds
+from schemas.commands import Drain
+from schemas.config import AgentConfig, milliseconds, within_bounds
 from schemas.errors import AgentError, ConfigError, EngineError, RolloutctlError
 from schemas.identity import Identity, RolloutMode
 from schemas.listeners import Listeners
@@ -40,7 +41,7 @@ from schemas.wall_clock import wall_clock_ns
 from workers.driver import EngineDriver, ends_this_task, fault_of
 from workers.engine import Engine, EngineView
 from workers.link.journal import Journal, archive_journal
-from workers.link.link import Link, RunChanged
+from workers.link.link import HasLeft, Link, RunChanged
 from workers.machine.decide import decide, next_deadline
 from workers.machine.readiness import is_ready
 from workers.machine.state import AgentState, call_name, is_written_first, with_engine_state
@@ -169,6 +170,8 @@ class Agent:
     async def run(self) -> None:
         """Serve until cancelled. Then the call in flight is awaited, and the bus learns that this agent leaves.
 
+        Returns once the replica has been drained and retired.
+
         Raises:
             IdentityTaken: A live agent holds the place, or the bus does not accept this agent's key for it.
             AgentError: The journal cannot be written, or a task of the agent was cancelled from elsewhere.
@@ -179,6 +182,9 @@ class Agent:
                 await self._serve(life)
             except BaseExceptionGroup as group:
                 error = _own_error(group)
+                if isinstance(error, HasLeft):
+                    logger.info("agent %s ends: its replica has left the fleet", self.identity.agent)
+                    return
                 if not isinstance(error, RunChanged):
                     raise error from None
                 logger.warning("agent %s begins a new journal: %s", self.identity.agent, error)
@@ -194,6 +200,19 @@ class Agent:
             logger.info("agent %s begins a new incarnation: its engine was relaunched", self.identity.agent)
             life.link.close()
             self._begin()
+
+    async def drain(self, grace_s: float) -> None:
+        """Have the replica leave the fleet and be retired, as `ControlPlane.drain` does. `run` returns then.
+
+        Returns at once if no bus can be asked, and at the latest when the bus should have retired it: end the agent.
+
+        Args:
+            grace_s: Seconds that running requests may go on.
+        """
+        if self.state.joined and not self.state.bus_lost:
+            grace_ms = milliseconds(grace_s) if grace_s else 0
+            self._life.link.ask_to_leave(grace_ms)
+            await anyio.sleep(Drain(grace_ms=grace_ms).timeout_ms / 1000)
 
     async def wait_ready(self) -> None:
         """Return when the engine is as desired, with nothing under way, and serves."""
@@ -376,8 +395,8 @@ class Agent:
 
     async def _dump_stacks(self, stacks: StackDumps, perform: events.Perform, life: _Incarnation) -> None:
         """Dump the stacks if the engine has not returned shortly before the deadline of a call."""
-        if isinstance(perform.call, events.AwaitPush):
-            return  # the trainer is late, not the engine
+        if isinstance(perform.call, events.AwaitPush | events.AwaitIdle):
+            return  # no engine is called
         activity = self.state.activity
         left_ms = activity.deadline_ms - self._now_ms() if activity is not None else 0
         await anyio.sleep(max(0, left_ms - min(BEFORE_MS, left_ms // 4)) / 1000)

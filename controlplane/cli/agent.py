@@ -36,14 +36,14 @@ MODES = tuple(mode.value for mode in RolloutMode if mode is not RolloutMode.OBSE
 OBSERVING = frozenset(
     {
         *("bus", "keys", "replica", "node_rank", "nnodes", "gpus_per_node", "observe", "engine", "url", "api_key_file"),
-        *("state_dir", "wedged_after", "metrics_port"),
+        *("state_dir", "wedged_after", "metrics_port", "drain", "rejoin"),
     }
 )
 """Parameters that go with `--observe`. All others are about commands."""
 
 
 SECTIONS = {
-    "Place and bus": ("bus", "keys", "replica", "node_rank", "nnodes", "gpus_per_node", "mode", "observe"),
+    "Place and bus": ("bus", "keys", "replica", "node_rank", "nnodes", "gpus_per_node", "mode", "rejoin", "observe"),
     "Engine": (
         *("engine", "url", "api_key_file", "checkpoints", "launch", "router"),
         *(
@@ -59,7 +59,8 @@ SECTIONS = {
         ),
     ),
     "This process": (
-        *("config", "print_config", "state_dir", "profiler", "traces", "finish_hook", "dump_stacks", "metrics_port"),
+        *("drain", "config", "print_config", "state_dir", "profiler", "traces", "finish_hook", "dump_stacks"),
+        "metrics_port",
     ),
 }
 RARE = frozenset(
@@ -123,6 +124,7 @@ RARE = frozenset(
     default="hybrid",
     help="hybrid: shares its GPUs with the trainer; standalone: has its own; colocated: is never synced, as a judge.",
 )
+@click.option("--rejoin", is_flag=True, help="Take up the place again if it was retired, as a new replica.")
 @click.option("--observe", is_flag=True, help="Only observe an engine that another program commands; change nothing.")
 @click.option(
     "--engine",
@@ -180,6 +182,12 @@ RARE = frozenset(
     is_flag=True,
     help="Shortly before an engine call passes its deadline, write down where the engine hangs (needs py-spy).",
 )
+@click.option(
+    "--drain",
+    metavar="SECONDS",
+    type=click.FloatRange(0, TIMEOUT_MAX_S / 2),
+    help="At SIGTERM, drain the replica: its requests may end for so long, then it is retired.  [default: end at once]",
+)
 @metrics_port
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def agent(
@@ -190,6 +198,8 @@ def agent(
     observe: bool,
     state_dir: Path | None,
     print_config: bool,
+    drain: float | None,
+    rejoin: bool,
     **options: Any,
 ) -> None:
     """Run the agent of one node until it is stopped. It connects to the bus, executes every command, and answers.
@@ -226,7 +236,10 @@ def agent(
             stacks = StackDumps(foreign_server=options["url"] is not None and not options["launch"])
         router = _router(options)
     config = AgentConfig(
-        on_lost_bus=options["on_lost_bus"], memory=options["memory"], wedged_after_s=options["wedged_after"]
+        on_lost_bus=options["on_lost_bus"],
+        memory=options["memory"],
+        wedged_after_s=options["wedged_after"],
+        rejoin=rejoin,
     )
     node = Agent(
         bus=bus,
@@ -238,7 +251,8 @@ def agent(
         config=config,
         keys=keys,
     )
-    interrupt.run(_serve, node, bus, router, options["metrics_port"], ends=(signal.SIGTERM,))
+    ends = (signal.SIGTERM,) if drain is None else ()
+    interrupt.run(_serve, node, bus, router, options["metrics_port"], drain, ends=ends)
 
 
 def _identity(options: dict[str, Any], gpus_per_node: int, mode: RolloutMode) -> Identity:
@@ -249,14 +263,49 @@ def _identity(options: dict[str, Any], gpus_per_node: int, mode: RolloutMode) ->
         raise ConfigError(str(error)) from None
 
 
-async def _serve(node: Agent, bus: str, router: "RouterRegistration | None", metrics: str | None) -> None:
-    async with node as running, anyio.create_task_group() as tasks:
-        logger.info("agent %s is up and connects to %s", node.identity.agent, bus)
-        if router is not None:
-            tasks.start_soon(router.follow, running)
-        if metrics is not None:
-            _serve_metrics(running, metrics)
-        await running.run()
+async def _serve(
+    node: Agent, bus: str, router: "RouterRegistration | None", metrics: str | None, drain: float | None
+) -> None:
+    up = anyio.Event()
+    async with anyio.create_task_group() as ending:
+        if drain is not None:
+            await ending.start(_drain_at_sigterm, node, up, drain, ending.cancel_scope)
+        async with node as running, anyio.create_task_group() as tasks:
+            logger.info("agent %s is up and connects to %s", node.identity.agent, bus)
+            if router is not None:
+                tasks.start_soon(router.follow, running)
+            if metrics is not None:
+                _serve_metrics(running, metrics)
+            up.set()
+            await running.run()
+            tasks.cancel_scope.cancel()
+        ending.cancel_scope.cancel()
+
+
+async def _drain_at_sigterm(
+    node: Agent,
+    up: anyio.Event,
+    grace_s: float,
+    scope: anyio.CancelScope,
+    *,
+    task_status: anyio.abc.TaskStatus[None],
+) -> None:
+    """End the agent once its replica is drained, or could not be in time. A second SIGTERM ends it at once."""
+
+    async def drain() -> None:
+        await node.drain(grace_s)
+        tasks.cancel_scope.cancel()
+
+    with anyio.open_signal_receiver(signal.SIGTERM) as signals:
+        task_status.started()
+        await anext(signals)
+        logger.info("SIGTERM: replica %d leaves the fleet", node.identity.replica)
+        async with anyio.create_task_group() as tasks:
+            if up.is_set():
+                tasks.start_soon(drain)
+                await anext(signals)
+            tasks.cancel_scope.cancel()
+    scope.cancel()
 
 
 def _serve_metrics(node: Agent, address: str) -> None:

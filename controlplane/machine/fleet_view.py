@@ -74,6 +74,8 @@ class FleetView:
             return "no agent has joined there" if member is None else f"its agent is {member.state}"
         if replica in self._proven.serving:
             return ""
+        if replica in state.draining:
+            return "it leaves the fleet"
         status, desired = member.status, state.desired.get(replica, state.default_desired)
         reported = status.quarantined if status is not None and not member.sync_acked else 0
         if version := desired.quarantined or reported:

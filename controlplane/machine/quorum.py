@@ -107,7 +107,10 @@ def _dropped_out(conclusion: Conclusion) -> bool:
 
 
 def _quorum(sync: Sync) -> int:
-    return sync.request.quorum or len(sync.members) // 2 + 1
+    quorum, members = sync.request.quorum, len(sync.members)
+    if quorum is None:
+        return members // 2 + 1
+    return max(1, min(quorum, members)) if sync.shrunk else quorum
 
 
 def sync_report(

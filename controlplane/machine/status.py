@@ -96,6 +96,8 @@ def _newer(member: Member, desired: Desired, serving: int | None) -> str:
         return "" if serves and status.version == serving else f"v{serving}, generating"
     if not serves:
         return ""
+    if desired.draining:
+        return "leaves the fleet"
     if desired.sync is not None:
         return f"in the sync to v{desired.sync.version}"
     if desired.quarantined:

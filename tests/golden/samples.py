@@ -98,8 +98,11 @@ SAMPLES: tuple[Struct, ...] = (
     commands.EpochStart(previous_epoch=2, logic=1),
     commands.AdapterSync(phase="commit", adapter=ADAPTER, keep=3),
     commands.AdapterDrop(name="policy"),
+    commands.Drain(grace_ms=30_000),
     # agent to bus
     wire.Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242),
+    wire.Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242, rejoin=True),
+    wire.Leave(grace_ms=30_000),
     wire.Join(),
     STATUS,
     AgentStatus(ready=True, clock=CLOCK),
@@ -195,6 +198,7 @@ SAMPLES: tuple[Struct, ...] = (
     agent.Perform(call_id=15, call=agent.CheckAdapter(ADAPTER)),
     agent.Perform(call_id=16, call=agent.LoadAdapter(ADAPTER)),
     agent.Perform(call_id=17, call=agent.UnloadAdapter("policy-v5", waited=True)),
+    agent.Perform(call_id=18, call=agent.AwaitIdle(30_000)),
     agent.Answer(epoch=2, seq=7, outcome=Skipped(Reason.ALREADY), rule=10),
     agent.RequestResend(8),
     agent.RequestSnapshot(),
@@ -241,6 +245,7 @@ SAMPLES: tuple[Struct, ...] = (
         timeout_ms=600_000,
         adapter=commands.AdapterRequest(name="policy", config="cc", base=5, keep=3),
     ),
+    bus.LeaveRequested(at_us=3, at_ns=4, peer="1.0/i", grace_ms=30_000),
     bus.RetireRequested(at_us=3, at_ns=4, ticket=3, places=("3", "1.1")),
     bus.SamplesCounted(
         at_us=3,
@@ -284,6 +289,7 @@ SAMPLES: tuple[Struct, ...] = (
     ),
     bus.Refuse(ticket=3, kind="sync_in_progress", reason="one at a time"),
     bus.Retired(ticket=4, agents=("3.0", "3.1")),
+    bus.Retired(ticket=None, agents=("3.0", "3.1")),
 )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from schemas.commands import EpochStart, ProfileCommand
+from schemas.commands import Drain, EpochStart, ProfileCommand
 from schemas.outcomes import Acted, Outcome, Reason, Skipped
 from schemas.selection import profile_skip_reason
 from tests.simulation import serving
@@ -49,6 +49,8 @@ def _wanted_by(log: dict[int, Published], place: Identity, step: int, seq: int) 
     for at in range(seq, 0, -1):
         published = log.get(at)
         if published is None or isinstance(published.command, EpochStart):
+            return None
+        if isinstance(published.command, Drain) and published.target.includes(place):
             return None
         command = published.command
         if not isinstance(command, ProfileCommand) or not published.target.includes(place):

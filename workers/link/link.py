@@ -65,6 +65,10 @@ HEADS_LATE: Final = 2
 """Heads that fail to arrive before the agent doubts that the bus answers."""
 
 
+class HasLeft(RolloutctlError):
+    """The bus has retired the replica, which was told to leave the fleet before."""
+
+
 class RunChanged(RolloutctlError):
     """The bus is of another run than the journal: seq and epochs start again."""
 
@@ -125,9 +129,15 @@ class Link:
             replaced=self._end_session,
         )
         self._hello = wire.Hello(
-            identity=identity, incarnation=incarnation, journal=journal.id, host=socket.gethostname(), pid=os.getpid()
+            identity=identity,
+            incarnation=incarnation,
+            journal=journal.id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            rejoin=config.rejoin,
         )
         self._session: _Session | None = None
+        self._leave: wire.Leave | None = None
         self._welcomed = anyio.Event()
         self._intervals: BusConfig | wire.Welcome = BusConfig()  # of heartbeats, as the last welcome set them
         self._heartbeat_ms = self._intervals.heartbeat_ms  # as the bus last said
@@ -141,6 +151,7 @@ class Link:
 
         Raises:
             IdentityTaken: A live agent holds the place, or the bus does not accept the key for it.
+            HasLeft: The replica has left the fleet.
             RunChanged: The bus belongs to another run.
             AgentError: The journal cannot be written, or lost decisions that the bus has.
         """
@@ -167,6 +178,11 @@ class Link:
         if self._session is not None and self._session.snapshot.is_set():
             self._session.repeated = 0
             self._send(wire.Join())
+
+    def ask_to_leave(self, grace_ms: int) -> None:
+        """Ask that the replica leave the fleet, again with each heartbeat until the bus has published that it does."""
+        self._leave = wire.Leave(grace_ms=grace_ms)
+        self._send(self._leave)
 
     def note_decision(self, state: AgentState) -> None:
         """Note a decision that led to `state`: upload it soon, and report at once if the agent became ready."""
@@ -308,7 +324,7 @@ class Link:
 
     def _rejoin(self, message: wire.Rejoin) -> None:
         if message.give_up:
-            raise IdentityTaken(message.reason)
+            raise HasLeft if self._journal.state.desired.draining else IdentityTaken(message.reason)
         self._waiting.reason = f"the bus at {self._bus} answers: {message.reason}"
         if self._session is not None:
             logger.info("agent %s: %s; saying hello again", self._agent, message.reason)
@@ -421,6 +437,8 @@ class Link:
             await self._welcomed.wait()
             await self._heartbeat.wait(self._heartbeat_ms)
             self._heartbeat.beat(doubtful=self._is_doubtful())
+            if self._leave is not None and not self._journal.state.desired.draining:
+                self._send(self._leave)
             self._upload.retry()
             if not self._journal.state.in_a_sync:  # an agent that is just joining again takes no part in one
                 self._connection.use_new_keys()
