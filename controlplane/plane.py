@@ -248,6 +248,13 @@ class ControlPlane(EngineCommands):
         """
         return self.bus.view().serving
 
+    def endpoints(self) -> dict[int, str]:
+        """Return where the servers are of the replicas that serve at this moment, as their agents say (`--url`).
+
+        As exact as `serving`, and raises the same. A replica whose agent names no server is not in it.
+        """
+        return self.bus.view().endpoints
+
     def view(self) -> FleetView:
         """Return what is known of the fleet at this moment, for a trainer's door.
 

@@ -26,6 +26,7 @@ from schemas.identity import (
     Port,
     Positive,
     Text,
+    Url,
 )
 from schemas.outcomes import Outcome
 from schemas.reports import FleetStatus, Report, SyncReport
@@ -89,6 +90,7 @@ class Hello(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True, tag
         incarnation: Random id of this life of the agent.
         journal: Id of the agent's journal. Decisions are numbered within it.
         attempt: How many hellos this incarnation said before. One that was overtaken by a later one is ignored.
+        endpoint: Where clients reach the engine's server, if the agent knows.
         rejoin: It takes up its place again, as a new one does, if that was retired before this incarnation began.
     """
 
@@ -98,6 +100,7 @@ class Hello(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True, tag
     host: Name
     pid: Count
     attempt: Count = 0
+    endpoint: Url = ""
     rejoin: bool = False
 
 

@@ -92,6 +92,8 @@ class Agent:
         context: The ZeroMQ context, for `inproc://` addresses, which exist in one context only; None for the process's
             own.
         wall_ns: The node's wall clock, which is compared with the bus's.
+        endpoint: Where clients reach the engine's server, http://HOST:PORT, for `ControlPlane.endpoints`; empty if they
+            don't.
 
     Attributes:
         decisions: Who hears of each event and its effects, in the loop of the agent, once they were performed or begun.
@@ -125,11 +127,12 @@ class Agent:
         keys: StrPath | PeerKeys | None = None,
         context: Context | None = None,
         wall_ns: Callable[[], int] = wall_clock_ns,
+        endpoint: str = "",
     ) -> None:
         self.identity = within_bounds(identity)
         self._bus, self._context, self._wall_ns = bus, context or zmq.Context.instance(), wall_ns
         self._engine, self._traces, self._config = engine, traces, within_bounds(config or AgentConfig())
-        self._stacks = stacks
+        self._stacks, self._endpoint = stacks, endpoint
         self._commanded = None if identity.mode is RolloutMode.OBSERVED else _commandable(engine)
         self._state_dir = state_dir
         self._keys = KeySource.find(keys)
@@ -246,6 +249,7 @@ class Agent:
             wake_at=wake_at,
             wall_ns=self._wall_ns,
             keys=self._keys,
+            endpoint=self._endpoint,
         )
         driver = EngineDriver(
             self._engine,

@@ -3,6 +3,7 @@
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import anyio
 import click
@@ -18,6 +19,7 @@ from schemas.errors import ConfigError
 from schemas.identity import GPUS_PER_NODE_MAX, NODES_MAX, REPLICAS_MAX, Identity, RolloutMode
 from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig, read_config
+from schemas.transport.sockets import stays_here
 from workers.agent import Agent
 from workers.engine import Engine, EngineView
 from workers.engines.factory import EngineOptions, make_engine, make_observer
@@ -143,7 +145,7 @@ RARE = frozenset(
     help="Seconds that a launched server may take to start.",
 )
 @click.option("--router", help="SGLang router in which the server is registered while the replica may serve.")
-@click.option("--worker-url", help="With --router: address of the server for the router.  [default: --url]")
+@click.option("--worker-url", help="Address of the server for its clients and the router.  [default: --url]")
 @click.option("--serve", help="tiny: address for its clients, e.g. ipc:///tmp/engine-0.")
 @click.option("--seed", default=0, help="tiny: seed of its initial weights.")
 @click.option("--checkpoints", type=_PATH, default=".", help="Root of the paths in weight syncs.")
@@ -250,6 +252,7 @@ def agent(
         stacks=stacks,
         config=config,
         keys=keys,
+        endpoint=_endpoint(options, bus),
     )
     ends = (signal.SIGTERM,) if drain is None else ()
     interrupt.run(_serve, node, bus, router, options["metrics_port"], drain, ends=ends)
@@ -378,6 +381,17 @@ def _launched(
     full = profiled_command(kind, full, identity, profiler.plan, Path(profiler.save_path))
     server = ServerProcess(full, log=log, name=f"{kind} server of agent {identity.agent}")
     return LaunchedEngine(engine, server, up_within_s=milliseconds(options["up_within"]) / 1000)
+
+
+def _endpoint(options: dict[str, Any], bus: str) -> str:
+    """What clients elsewhere are told: not the address of this machine to itself."""
+    url = options["worker_url"] or options["url"] or ""
+    if not url or options["node_rank"]:
+        return ""
+    from workers.engines.http import base_url
+
+    here = stays_here(f"tcp://{urlsplit(base_url(url)).netloc}") and not stays_here(bus)
+    return "" if here and not options["worker_url"] else base_url(url)
 
 
 def _router(options: dict[str, Any]) -> "RouterRegistration | None":

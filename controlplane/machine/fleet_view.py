@@ -32,6 +32,16 @@ class FleetView:
         return dict(self._proven.serving)
 
     @property
+    def endpoints(self) -> dict[int, str]:
+        """Where the servers of the replicas are that are proven to serve, of those that say it."""
+        return {replica: url for replica in self._proven.serving if (url := self.endpoint(replica))}
+
+    def endpoint(self, replica: int) -> str:
+        """Return where the server of a replica is, as its newest agent said; empty if it did not."""
+        member = self.state.members.get(f"{replica}.0")
+        return member.hello.endpoint.rstrip("/") if member is not None else ""
+
+    @property
     def oldest_version(self) -> int:
         """The oldest version that a replica may still have to load."""
         return oldest_version(self.state)

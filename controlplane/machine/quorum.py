@@ -107,10 +107,10 @@ def _dropped_out(conclusion: Conclusion) -> bool:
 
 
 def _quorum(sync: Sync) -> int:
-    quorum, members = sync.request.quorum, len(sync.members)
+    quorum = sync.request.quorum
     if quorum is None:
-        return members // 2 + 1
-    return max(1, min(quorum, members)) if sync.shrunk else quorum
+        return len(sync.members) // 2 + 1
+    return max(1, min(quorum, len(sync.members))) if sync.shrunk else quorum
 
 
 def sync_report(

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import httpx
@@ -59,17 +60,23 @@ class CompletionsClient:
 
     Args:
         serving: Returns the version that each replica is proven to serve now: `ControlPlane.serving`.
-        urls: Where this process reaches each replica's engine, by the index of the replica.
+        urls: Where this process reaches each replica's engine, by the index of the replica; or what returns that:
+            `ControlPlane.endpoints`.
         timeout: Seconds for one request, and for waiting while no replica serves.
     """
 
     def __init__(
-        self, serving: Callable[[], Mapping[int, int]], urls: Mapping[int, str], *, timeout: float = 600.0
+        self,
+        serving: Callable[[], Mapping[int, int]],
+        urls: Mapping[int, str] | Callable[[], Mapping[int, str]],
+        *,
+        timeout: float = 600.0,
     ) -> None:
         if not urls:
             raise ConfigError("urls is empty: name each replica's engine, for example {0: 'http://127.0.0.1:8000'}")
         self._serving, self._timeout = serving, timeout
-        self._urls = {replica: url.rstrip("/") for replica, url in urls.items()}
+        self._endpoints: Callable[[], Mapping[int, str]] = urls if callable(urls) else partial(dict, urls)
+        self._urls: dict[int, str] = {}  # also of replicas that have left: one of them may still be asked
         self._http = httpx.Client(timeout=timeout, trust_env=False)
         self._models: dict[int, str] = {}
 
@@ -106,7 +113,7 @@ class CompletionsClient:
 
     def _meet_all(self) -> None:
         """Learn the models' names; say at once which URL is wrong."""
-        serving = sorted(_known(self._serving) or {})
+        serving = sorted(self._find())
         if missing := [replica for replica in serving if replica not in self._urls]:
             raise ConfigError(f"urls: {format_replicas(missing)} has no URL; there are {self._urls}")
         for replica in serving:
@@ -118,6 +125,15 @@ class CompletionsClient:
                     f"{error!r}. Its agent says that it serves, so the URL is wrong, or out of this process's reach, "
                     "or the server has frozen"
                 ) from None
+
+    def _find(self) -> Mapping[int, int]:
+        """Return the replicas that serve, once it is known where they are. One may come back at another address."""
+        serving = _known(self._serving) or {}
+        for replica, url in (_known(self._endpoints) or {}).items():
+            if self._urls.get(replica) != url.rstrip("/"):
+                self._urls[replica] = url.rstrip("/")
+                self._models.pop(replica, None)
+        return serving
 
     def _model(self, replica: int) -> str:
         if replica not in self._models:
@@ -146,8 +162,8 @@ class CompletionsClient:
             threading.Event().wait(LOOK_AGAIN_S)
 
     def _holders(self, adapter: NewestAdapter | None) -> tuple[list[int], dict[str, str]]:
+        serving = self._find()
         if adapter is None:
-            serving = _known(self._serving) or {}
             newest = max(serving.values(), default=0)
             return sorted(replica for replica in serving.keys() & self._urls if serving[replica] == newest), {}
         if (held := _known(adapter)) is None:

@@ -88,6 +88,8 @@ AWAY = Report(
     seq=8, origin=2, command=SYNC, outcomes=(AgentOutcome(agent="3.0", conclusion=Missing("absent", away_ms=180_000)),)
 )
 
+URL = "http://node-1:8000"
+
 SAMPLES: tuple[Struct, ...] = (
     wire.Header(wire.MAGIC, wire.MAJOR, wire.MINOR, 3, 2, 70_000),
     ENVELOPE,
@@ -101,7 +103,7 @@ SAMPLES: tuple[Struct, ...] = (
     commands.Drain(grace_ms=30_000),
     # agent to bus
     wire.Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242),
-    wire.Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242, rejoin=True),
+    wire.Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242, rejoin=True, endpoint=URL),
     wire.Leave(grace_ms=30_000),
     wire.Join(),
     STATUS,

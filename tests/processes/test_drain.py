@@ -64,7 +64,7 @@ def test_at_sigterm_a_replica_ends_its_requests_leaves_and_no_sync_fails_for_it(
     with (
         ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=CALM, checkpoints=tmp_path) as plane,
         Node(plane.address, tmp_path, 0, 0),
-        Node(plane.address, tmp_path, 1, 0, "--serve", front, "--drain", "60", "--rejoin") as leaving,
+        Node(plane.address, tmp_path, 1, 0, "--serve", front, "--drain", "60") as leaving,
     ):
         plane.wait_for_agents(2, timeout=120).wait()
         sync(plane, 1)
@@ -78,9 +78,6 @@ def test_at_sigterm_a_replica_ends_its_requests_leaves_and_no_sync_fails_for_it(
         assert leaving.process.wait(60) == 0 and "its replica has left the fleet" in leaving.output
         sync(plane, 4)
         assert lives(plane) == {"0.0": "live"} and traffic.cut_short == 0
-        leaving.start()
-        wait_until(lambda: plane.serving() == {0: 4, 1: 4})
-        assert leaving.end(signal.SIGKILL) == -signal.SIGKILL
     verified = typed("log", "verify", tmp_path / "run.db")
     assert verified.returncode == 0, verified.stdout
 
@@ -102,7 +99,24 @@ def test_a_drain_by_hand_aborts_what_still_runs_and_ends_the_agent(tmp_path: Pat
         traffic.join()
         plane.flush().wait().raise_for_failures()
         assert lives(plane) == {"0.0": "live"}
-        drained.start()
-        assert drained.process.wait(60) == 3 and "was retired from this run" in drained.output.splitlines()[-1]
         with pytest.raises(CommandError, match="this run has no replica 1"):
             plane.drain(1).wait()
+
+
+def test_a_retired_place_is_taken_up_again_by_an_agent_that_says_so_and_by_no_other(tmp_path: Path) -> None:
+    with (
+        ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=CALM) as plane,
+        Node(plane.address, tmp_path, 1, 1) as drained,
+    ):
+        plane.wait_for_agents(1, timeout=120).wait()
+        assert plane.drain(1, grace=60).wait(timeout=60).skipped == ("1.1",)
+        assert drained.process.wait(60) == 0 and lives(plane) == {}
+        drained.start()
+        assert drained.process.wait(60) == 3 and "was retired from this run" in drained.output.splitlines()[-1]
+        with Node(plane.address, tmp_path, 1, 1, "--rejoin", "--drain", "60") as again:
+            plane.wait_for_agents(1, timeout=120).wait()
+            assert plane.flush().wait().skipped == ("1.1",)
+            assert again.end(signal.SIGTERM) == 0 and lives(plane) == {}
+            again.start()
+            plane.wait_for_agents(1, timeout=120).wait()
+            assert lives(plane) == {"1.1": "live"}

@@ -110,6 +110,7 @@ class Link:
         wake_at: Callable[[int], None],
         wall_ns: Callable[[], int],
         keys: KeySource | None = None,
+        endpoint: str = "",
     ) -> None:
         self._bus, self._config, self._context = bus, config, context
         self._agent, self._journal, self._handle = identity.agent, journal, handle
@@ -134,6 +135,7 @@ class Link:
             journal=journal.id,
             host=socket.gethostname(),
             pid=os.getpid(),
+            endpoint=endpoint,
             rejoin=config.rejoin,
         )
         self._session: _Session | None = None

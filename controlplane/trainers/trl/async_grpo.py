@@ -120,7 +120,8 @@ class VllmRolloutWorker:
 
     Args:
         plane: The open control plane.
-        urls: Where this process reaches each replica's vLLM server, by the index of the replica.
+        urls: Where this process reaches each replica's vLLM server, by the index of the replica; None for what their
+            agents say (`ControlPlane.endpoints`).
         args: The trainer's configuration.
         dataset: Rows with a `prompt`; their other columns are passed to the reward functions. It is read again and
             again, so it can't be an iterator that is used up.
@@ -132,7 +133,7 @@ class VllmRolloutWorker:
     def __init__(
         self,
         plane: ControlPlane,
-        urls: Mapping[int, str],
+        urls: Mapping[int, str] | None = None,
         *,
         args: Any,
         dataset: Iterable[Mapping[str, Any]],
@@ -142,7 +143,10 @@ class VllmRolloutWorker:
     ) -> None:
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(args.queue_maxsize)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
-        self._client, self._plane = CompletionsClient(plane.serving, urls, timeout=timeout), plane
+        self._client, self._plane = (
+            CompletionsClient(plane.serving, plane.endpoints if urls is None else urls, timeout=timeout),
+            plane,
+        )
         self._adapter: NewestAdapter | None = None
         self._args, self._dataset, self._rewards, self._tokenizer = args, dataset, reward_funcs, tokenizer
         self._version, self._groups = 0, itertools.count()
