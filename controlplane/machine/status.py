@@ -73,6 +73,7 @@ def fleet_status(
         stopped=stopped_replicas(state),
         adapters=tuple(adapter_statuses(state).values()),
         samples=state.samples,
+        draining=tuple(sorted(state.draining)),
     )
 
 

@@ -5,6 +5,7 @@ import pytest
 from controlplane.machine.events import LeaveRequested, Retired
 from controlplane.machine.fleet_view import FleetView
 from controlplane.machine.replicas import all_serve, not_ready_reasons, proven_replicas
+from controlplane.machine.status import fleet_status
 from schemas.agent_status import AgentStatus
 from schemas.commands import Drain, EngineCommand, Target, WeightSync
 from schemas.desired import Desired
@@ -35,6 +36,7 @@ def test_a_replica_that_drains_is_not_served_and_gets_no_requests_at_once() -> N
     assert proven_replicas(bus.state).serving == {0: 0, 1: 0, 2: 0}
     drain(bus, 1)
     view = FleetView(bus.state)
+    assert fleet_status(bus.state, 0, "run.db", {}).draining == (1,)
     assert view.serving == {0: 0, 2: 0} and view.unfit(1) == "it leaves the fleet" and not view.unfit(0)
 
 
