@@ -36,7 +36,8 @@ def closing(promises: Promises, process: Process) -> str:
     trigger = state.activity.trigger if state.activity is not None else None
     seq = trigger.seq if trigger is not None else state.seq
     start = _wanted_by(promises.log, process.slot.identity, engine.session_step, seq)
-    if start is None or start <= ledger.begun_at:
+    begun_anew = promises.begun_anew.get(process.slot.identity.unit, 0)  # its place was taken up again, from nothing
+    if start is None or start <= max(ledger.begun_at, begun_anew):
         return ""
     given = ledger.answered.get((promises.log[start].origin, start), [])
     if any(_gave_up(outcome) for outcome in given):
