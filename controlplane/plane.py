@@ -266,6 +266,13 @@ class ControlPlane(EngineCommands):
         """
         return self.bus.view().serving
 
+    def endpoints(self) -> dict[int, str]:
+        """Return where the servers are of the replicas that serve at this moment, as their agents say (`--url`).
+
+        As exact as `serving`, and raises the same. A replica whose agent names no server is not in it.
+        """
+        return self.bus.view().endpoints
+
     def view(self) -> FleetView:
         """Return what is known of the fleet at this moment, for a trainer's door.
 
@@ -504,6 +511,17 @@ class ControlPlane(EngineCommands):
             BusFaulted, BusClosed: The bus has stopped.
         """
         return self.bus.view().adapters
+
+    def oldest_adapter(self, name: str) -> int:
+        """Return the oldest version of an adapter whose files engines may still read; 0 if no version's.
+
+        Args:
+            name: Of the adapter.
+
+        Raises:
+            BusFaulted, BusClosed: The bus has stopped.
+        """
+        return self.bus.view().oldest_adapter(name)
 
     def needed_checkpoints(self) -> frozenset[str]:
         """Return the directories that a replica may still have to read: all others that were synced can be deleted.

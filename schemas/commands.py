@@ -5,12 +5,13 @@ On the wire a command is a tagged map. A tag never changes its meaning, and a ne
 `failed(unsupported)`.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
 from schemas.identity import (
     ROLLOUT,
+    TIME_MAX_MS,
     AdapterName,
     Count,
     Identity,
@@ -25,6 +26,9 @@ from schemas.identity import (
 
 RelativePath = Annotated[str, Meta(max_length=512)]
 """A path below a root that each agent configures. An agent refuses absolute paths and `..`."""
+DRAIN_MARGIN_MS: Final = 15_000
+"""Time beyond the grace of a drain in which its replicas abort what still runs, and answer."""
+Grace = Annotated[int, Meta(ge=0, le=TIME_MAX_MS - DRAIN_MARGIN_MS)]
 
 
 class Window(Struct, frozen=True, omit_defaults=True):
@@ -416,7 +420,24 @@ class EpochStart(Struct, frozen=True, kw_only=True, tag="epoch_start"):
     logic: Positive
 
 
-Command = ProfileCommand | WeightSync | AdapterSync | AdapterDrop | EngineCommand | EpochStart
+class Drain(Struct, frozen=True, kw_only=True, tag="drain"):
+    """Leave the fleet: running requests may end, the rest are aborted, and then the engine stays paused.
+
+    The targeted replicas take part in no later command, and are retired once they have answered this one.
+
+    Attributes:
+        grace_ms: How long running requests may go on, counted from receipt.
+    """
+
+    grace_ms: Grace
+
+    @property
+    def timeout_ms(self) -> int:
+        """Until when replicas that have not answered are retired all the same."""
+        return self.grace_ms + DRAIN_MARGIN_MS
+
+
+Command = ProfileCommand | WeightSync | AdapterSync | AdapterDrop | EngineCommand | Drain | EpochStart
 
 
 class UnknownCommand(Struct, frozen=True, tag="unknown", omit_defaults=True):

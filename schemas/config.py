@@ -93,6 +93,8 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             wake commands are `failed(unsupported)`. While the memory is released, the agent makes no call that was not
             commanded, and the replica stays ready. The trainer takes it back before it commits.
         wedged_after_s: An engine whose running requests produce no token for this long is not ready.
+        rejoin: Take up the agent's place again if it was retired before this process began. The replica begins as a new
+            one does.
     """
 
     hello_retry_ms: _Interval = 200
@@ -103,6 +105,7 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     on_lost_bus: OnLostBus = "serve"
     memory: Memory = "agent"
     wedged_after_s: Annotated[int, Meta(ge=1, le=TIME_MAX_MS // 1000)] = 300
+    rejoin: bool = False
 
 
 T = TypeVar("T", bound=Struct)

@@ -14,6 +14,7 @@ from schemas.commands import (
     AdapterVersion,
     Command,
     EngineSource,
+    Grace,
     Manifest,
     ProfilePlan,
     Pushed,
@@ -129,6 +130,15 @@ class AwaitPush(Struct, frozen=True, tag="await_push"):
     manifest: Manifest | None
 
 
+class AwaitIdle(Struct, frozen=True, tag="await_idle"):
+    """Observe the engine until it has run no request for a moment, as it must before its replica leaves the fleet.
+
+    Calls no engine. After `grace_ms`, counted from the receipt of the drain, what still runs is not waited for.
+    """
+
+    grace_ms: Grace
+
+
 class Observe(Struct, frozen=True, tag="observe"):
     """Observe the engine, whose weights or memory the trainer may have changed since. Calls no engine."""
 
@@ -242,7 +252,7 @@ EngineCall = (
     | StopProfile
 )
 DiskCall = CollectTraces | FinishProfile
-Call = EngineCall | DiskCall | AwaitPush | Observe
+Call = EngineCall | DiskCall | AwaitPush | AwaitIdle | Observe
 
 # --- the state of the engine ------------------------------------------------------------------------------------------
 

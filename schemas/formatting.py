@@ -15,6 +15,7 @@ from schemas.commands import (
     AdapterDrop,
     AdapterSync,
     Command,
+    Drain,
     EngineCommand,
     EpochStart,
     ProfileCommand,
@@ -105,6 +106,8 @@ def _kind_and_object(command: Command | UnknownCommand) -> tuple[str, str]:
             return f"adapter {command.phase}", command.adapter.model
         case AdapterDrop():
             return "adapter drop", command.name
+        case Drain():
+            return "drain", ""
         case EngineCommand():
             return command.operation, ""
         case UnknownCommand():

@@ -43,6 +43,8 @@ Label = Annotated[str, Meta(max_length=200)]
 LAUNCH_LABEL: Final = "default"
 """Label of the weights that an engine was launched with: that of SGLang and vLLM."""
 Text = Annotated[str, Meta(max_length=8192)]
+Url = Annotated[str, Meta(pattern=r"^(https?://\S{1,500})?$(?!\n)")]
+"""Address of a server; empty if it has none."""
 AdapterName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$(?!\n)")]
 """Name of a LoRA adapter. It becomes part of the names under which engines have its versions."""
 

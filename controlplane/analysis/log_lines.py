@@ -110,6 +110,8 @@ def _peer_event(event: bus_events.PeerEvent) -> str:
             return f"is {'ready' if status.ready else 'not ready'}, v{status.version}, at seq {event.seq}"
         case bus_events.ResendRequested():
             return f"requests the records from {event.first} again"
+        case bus_events.LeaveRequested():
+            return "asks to leave the fleet"
         case bus_events.PeerLost():
             return f"is lost: {event.reason}"
         case _:

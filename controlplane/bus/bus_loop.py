@@ -410,7 +410,8 @@ class BusLoop:
             case events.Refuse():
                 self.callers.refuse(effect)
             case events.Retired(ticket=ticket):
-                self.callers.resolve(ticket, self.status())
+                if ticket is not None:
+                    self.callers.resolve(ticket, self.status())
             case _:
                 assert_never(effect)
 

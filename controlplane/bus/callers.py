@@ -27,7 +27,7 @@ from controlplane.machine.events import (
     SyncRequested,
 )
 from controlplane.tickets import FOREVER_US, Ticket
-from schemas.commands import AdapterDrop, Checkpoint, EngineCommand, ProfileCommand, Target
+from schemas.commands import AdapterDrop, Checkpoint, Drain, EngineCommand, ProfileCommand, Target
 from schemas.config import complaint
 from schemas.errors import BusClosed, BusError, BusOverloaded, CheckpointError, CommandError, SyncInProgress
 from schemas.reports import FleetStatus, Report, SyncReport
@@ -45,10 +45,10 @@ PHASES: Final = 3
 """Of a weight sync: prepare, load, then commit or abort. Each has the sync's timeout."""
 REASON_MAX: Final = 2000
 """Characters of what a sender of weights raised that are recorded."""
-PUBLISHABLE: Final = (ProfileCommand, EngineCommand, AdapterDrop)
+PUBLISHABLE: Final = (ProfileCommand, EngineCommand, AdapterDrop, Drain)
 """Commands that a caller or an operator can publish by themselves."""
 NOT_PUBLISHABLE: Final = (
-    "only a profile command, an engine command or the drop of an adapter can be published by itself: a sync is a "
+    "only a profile or engine command, a drain or the drop of an adapter can be published by itself: a sync is a "
     "sequence of commands, so call `sync_weights` or `sync_adapter`; an epoch begins when a bus is opened"
 )
 NOTHING_SENT: Final = "Nothing was sent"

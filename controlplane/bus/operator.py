@@ -10,7 +10,7 @@ import zmq
 
 from controlplane.bus.callers import PHASES
 from schemas import wire
-from schemas.commands import AdapterDrop, AdapterRequest, EngineCommand, ProfileCommand, Target
+from schemas.commands import AdapterDrop, AdapterRequest, Drain, EngineCommand, ProfileCommand, Target
 from schemas.config import milliseconds, within_bounds
 from schemas.errors import BusUnreachable, CommandError, KeyRefused
 from schemas.reports import FleetStatus, Report, SyncReport
@@ -40,7 +40,7 @@ async def ask_status(bus: str, timeout_s: float = ANSWER_S, keys: KeySource | No
 
 async def submit(
     bus: str,
-    command: ProfileCommand | EngineCommand | AdapterDrop,
+    command: ProfileCommand | EngineCommand | AdapterDrop | Drain,
     target: Target,
     timeout_s: float,
     keys: KeySource | None = None,

@@ -3,6 +3,7 @@
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import anyio
 import click
@@ -18,6 +19,7 @@ from schemas.errors import ConfigError
 from schemas.identity import GPUS_PER_NODE_MAX, NODES_MAX, REPLICAS_MAX, Identity, RolloutMode
 from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig, read_config
+from schemas.transport.sockets import stays_here
 from workers.agent import Agent
 from workers.engine import Engine, EngineView
 from workers.engines.factory import EngineOptions, make_engine, make_observer
@@ -36,14 +38,14 @@ MODES = tuple(mode.value for mode in RolloutMode if mode is not RolloutMode.OBSE
 OBSERVING = frozenset(
     {
         *("bus", "keys", "replica", "node_rank", "nnodes", "gpus_per_node", "observe", "engine", "url", "api_key_file"),
-        *("state_dir", "wedged_after", "metrics_port"),
+        *("state_dir", "wedged_after", "metrics_port", "drain", "rejoin"),
     }
 )
 """Parameters that go with `--observe`. All others are about commands."""
 
 
 SECTIONS = {
-    "Place and bus": ("bus", "keys", "replica", "node_rank", "nnodes", "gpus_per_node", "mode", "observe"),
+    "Place and bus": ("bus", "keys", "replica", "node_rank", "nnodes", "gpus_per_node", "mode", "rejoin", "observe"),
     "Engine": (
         *("engine", "url", "api_key_file", "checkpoints", "digests", "launch", "router"),
         *(
@@ -59,7 +61,8 @@ SECTIONS = {
         ),
     ),
     "This process": (
-        *("config", "print_config", "state_dir", "profiler", "traces", "finish_hook", "dump_stacks", "metrics_port"),
+        *("drain", "config", "print_config", "state_dir", "profiler", "traces", "finish_hook", "dump_stacks"),
+        "metrics_port",
     ),
 }
 RARE = frozenset(
@@ -123,6 +126,7 @@ RARE = frozenset(
     default="hybrid",
     help="hybrid: shares its GPUs with the trainer; standalone: has its own; colocated: is never synced, as a judge.",
 )
+@click.option("--rejoin", is_flag=True, help="Take up the place again if it was retired, as a new replica.")
 @click.option("--observe", is_flag=True, help="Only observe an engine that another program commands; change nothing.")
 @click.option(
     "--engine",
@@ -141,7 +145,7 @@ RARE = frozenset(
     help="Seconds that a launched server may take to start.",
 )
 @click.option("--router", help="SGLang router in which the server is registered while the replica may serve.")
-@click.option("--worker-url", help="With --router: address of the server for the router.  [default: --url]")
+@click.option("--worker-url", help="Address of the server for its clients and the router.  [default: --url]")
 @click.option("--serve", help="tiny: address for its clients, e.g. ipc:///tmp/engine-0.")
 @click.option("--seed", default=0, help="tiny: seed of its initial weights.")
 @click.option("--checkpoints", type=_PATH, default=".", help="Root of the paths in weight syncs.")
@@ -186,6 +190,12 @@ RARE = frozenset(
     is_flag=True,
     help="Shortly before an engine call passes its deadline, write down where the engine hangs (needs py-spy).",
 )
+@click.option(
+    "--drain",
+    metavar="SECONDS",
+    type=click.FloatRange(0, TIMEOUT_MAX_S / 2),
+    help="At SIGTERM, drain the replica: its requests may end for so long, then it is retired.  [default: end at once]",
+)
 @metrics_port
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def agent(
@@ -196,6 +206,8 @@ def agent(
     observe: bool,
     state_dir: Path | None,
     print_config: bool,
+    drain: float | None,
+    rejoin: bool,
     **options: Any,
 ) -> None:
     """Run the agent of one node until it is stopped. It connects to the bus, executes every command, and answers.
@@ -232,7 +244,10 @@ def agent(
             stacks = StackDumps(foreign_server=options["url"] is not None and not options["launch"])
         router = _router(options)
     config = AgentConfig(
-        on_lost_bus=options["on_lost_bus"], memory=options["memory"], wedged_after_s=options["wedged_after"]
+        on_lost_bus=options["on_lost_bus"],
+        memory=options["memory"],
+        wedged_after_s=options["wedged_after"],
+        rejoin=rejoin,
     )
     node = Agent(
         bus=bus,
@@ -243,8 +258,10 @@ def agent(
         stacks=stacks,
         config=config,
         keys=keys,
+        endpoint=_endpoint(options, bus),
     )
-    interrupt.run(_serve, node, bus, router, options["metrics_port"], ends=(signal.SIGTERM,))
+    ends = (signal.SIGTERM,) if drain is None else ()
+    interrupt.run(_serve, node, bus, router, options["metrics_port"], drain, ends=ends)
 
 
 def _identity(options: dict[str, Any], gpus_per_node: int, mode: RolloutMode) -> Identity:
@@ -255,14 +272,49 @@ def _identity(options: dict[str, Any], gpus_per_node: int, mode: RolloutMode) ->
         raise ConfigError(str(error)) from None
 
 
-async def _serve(node: Agent, bus: str, router: "RouterRegistration | None", metrics: str | None) -> None:
-    async with node as running, anyio.create_task_group() as tasks:
-        logger.info("agent %s is up and connects to %s", node.identity.agent, bus)
-        if router is not None:
-            tasks.start_soon(router.follow, running)
-        if metrics is not None:
-            _serve_metrics(running, metrics)
-        await running.run()
+async def _serve(
+    node: Agent, bus: str, router: "RouterRegistration | None", metrics: str | None, drain: float | None
+) -> None:
+    up = anyio.Event()
+    async with anyio.create_task_group() as ending:
+        if drain is not None:
+            await ending.start(_drain_at_sigterm, node, up, drain, ending.cancel_scope)
+        async with node as running, anyio.create_task_group() as tasks:
+            logger.info("agent %s is up and connects to %s", node.identity.agent, bus)
+            if router is not None:
+                tasks.start_soon(router.follow, running)
+            if metrics is not None:
+                _serve_metrics(running, metrics)
+            up.set()
+            await running.run()
+            tasks.cancel_scope.cancel()
+        ending.cancel_scope.cancel()
+
+
+async def _drain_at_sigterm(
+    node: Agent,
+    up: anyio.Event,
+    grace_s: float,
+    scope: anyio.CancelScope,
+    *,
+    task_status: anyio.abc.TaskStatus[None],
+) -> None:
+    """End the agent once its replica is drained, or could not be in time. A second SIGTERM ends it at once."""
+
+    async def drain() -> None:
+        await node.drain(grace_s)
+        tasks.cancel_scope.cancel()
+
+    with anyio.open_signal_receiver(signal.SIGTERM) as signals:
+        task_status.started()
+        await anext(signals)
+        logger.info("SIGTERM: replica %d leaves the fleet", node.identity.replica)
+        async with anyio.create_task_group() as tasks:
+            if up.is_set():
+                tasks.start_soon(drain)
+                await anext(signals)
+            tasks.cancel_scope.cancel()
+    scope.cancel()
 
 
 def _serve_metrics(node: Agent, address: str) -> None:
@@ -336,6 +388,17 @@ def _launched(
     full = profiled_command(kind, full, identity, profiler.plan, Path(profiler.save_path))
     server = ServerProcess(full, log=log, name=f"{kind} server of agent {identity.agent}")
     return LaunchedEngine(engine, server, up_within_s=milliseconds(options["up_within"]) / 1000)
+
+
+def _endpoint(options: dict[str, Any], bus: str) -> str:
+    """What clients elsewhere are told: not the address of this machine to itself."""
+    url = options["worker_url"] or options["url"] or ""
+    if not url or options["node_rank"]:
+        return ""
+    from workers.engines.http import base_url
+
+    here = stays_here(f"tcp://{urlsplit(base_url(url)).netloc}") and not stays_here(bus)
+    return "" if here and not options["worker_url"] else base_url(url)
 
 
 def _router(options: dict[str, Any]) -> "RouterRegistration | None":

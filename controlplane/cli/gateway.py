@@ -33,7 +33,9 @@ TOKEN_VARIABLE = "ROLLOUTCTL_GATEWAY_TOKEN"
 @click.option(
     "--replicas", type=click.IntRange(1, REPLICAS_MAX), help="Number of replicas.  [default: that of --engine]"
 )
-@click.option("--engine", multiple=True, metavar="URL", help="Server of replica 0; again for 1, 2 …")
+@click.option(
+    "--engine", multiple=True, metavar="URL", help="Server of replica 0; again for 1, 2 …  [default: as agents say]"
+)
 @api_key_file
 @click.option("--checkpoints", type=_PATH, default=".", help="Folder above all checkpoints that the trainer writes.")
 @click.option("--listen", default="127.0.0.1:8400", metavar="HOST:PORT", help="Where the trainer posts.")

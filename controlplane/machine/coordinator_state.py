@@ -165,6 +165,7 @@ class Sync(Struct, frozen=True, kw_only=True):
         stuck: Replicas that have not received them: their engines may wait for a long time, and are not waited for.
         failure: Why it is aborted, if it is.
         held_until_us: The commit waits until then for the trainer's sender to return; None if it does not wait.
+        shrunk: Replicas have begun to leave the fleet meanwhile: the quorum is all that are left at most.
     """
 
     request: events.SyncRequested
@@ -181,6 +182,7 @@ class Sync(Struct, frozen=True, kw_only=True):
     stuck: frozenset[Count] = frozenset()
     failure: str = ""
     held_until_us: int | None = None
+    shrunk: bool = False
 
     @property
     def key(self) -> str:
@@ -220,7 +222,7 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
         newest_version: The newest that a sync was ever requested for.
         loaded: Base weights that entered the load phase of a sync, the newest of them, in the order of their versions.
         claims: Places in the fleet that another incarnation claims: which one, and since when (µs).
-        retired: Agents that an operator took out of the run for good.
+        retired: Agents that were taken out of the run, each with its last incarnation, which does not come back.
         trainer_session: Step of the profiling session that the trainer opened, until a stop of that step.
         adapters: LoRA adapters, by name.
         discarded_seq: Position of the newest sleep after which engines have to load their adapters again.
@@ -241,11 +243,16 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     newest_version: Count = 0
     loaded: tuple[LoadedWeights, ...] = ()
     claims: Mapping[str, tuple[str, int]] = {}
-    retired: frozenset[str] = frozenset()
+    retired: Mapping[str, str] = {}
     trainer_session: Count | None = None
     adapters: Mapping[str, KnownAdapter] = {}
     discarded_seq: Count = 0
     samples: SampleStatus | None = None
+
+    @property
+    def draining(self) -> frozenset[int]:
+        """Replicas that leave the fleet, and take part in nothing more."""
+        return frozenset(unit for unit, desired in self.desired.items() if desired.draining and isinstance(unit, int))
 
     @property
     def sync(self) -> Sync | None:

@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta, Struct
 
 from schemas.agent_status import AgentStatus
-from schemas.commands import AdapterRequest, Command, Manifest, Source, Target
+from schemas.commands import AdapterRequest, Command, Grace, Manifest, Source, Target
 from schemas.config import ObservePolicy
 from schemas.identity import Count, InFlight, Label, Milliseconds, Name, Port, Positive, Text
 from schemas.outcomes import Outcome
@@ -110,6 +110,19 @@ class RetireRequested(Struct, frozen=True, kw_only=True, tag="retire_requested")
     at_ns: int
     ticket: Positive
     places: tuple[Name, ...]
+
+
+class LeaveRequested(Struct, frozen=True, kw_only=True, tag="leave_requested"):
+    """An agent wants its replica to leave the fleet, and to be retired.
+
+    Attributes:
+        grace_ms: As in `Drain`.
+    """
+
+    at_us: int
+    at_ns: int
+    peer: Peer
+    grace_ms: Grace
 
 
 class SendFailed(Struct, frozen=True, kw_only=True, tag="send_failed"):
@@ -258,7 +271,7 @@ class Closed(Struct, frozen=True, kw_only=True, tag="closed"):
     at_ns: int
 
 
-PeerEvent = HelloReceived | JoinReceived | StatusReceived | ResendRequested | PeerLost
+PeerEvent = HelloReceived | JoinReceived | StatusReceived | ResendRequested | LeaveRequested | PeerLost
 CallerEvent = Issued | SyncRequested | RetireRequested | SendFailed | SendReturned | SamplesCounted
 CoordinatorEvent = Opened | CallerEvent | PeerEvent | AnswersReceived | TimerFired | Closed
 
@@ -316,9 +329,13 @@ class Refuse(Struct, frozen=True, kw_only=True, tag="refuse"):
 
 
 class Retired(Struct, frozen=True, kw_only=True, tag="retired"):
-    """These agents no longer belong to the run."""
+    """These agents no longer belong to the run.
 
-    ticket: Positive
+    Attributes:
+        ticket: None if no caller waits for it: they were drained.
+    """
+
+    ticket: Positive | None
     agents: tuple[Name, ...]
 
 

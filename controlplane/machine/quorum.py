@@ -156,7 +156,10 @@ def _holds_other_bytes(conclusion: Conclusion) -> bool:
 
 
 def _quorum(sync: Sync) -> int:
-    return sync.request.quorum or len(sync.members) // 2 + 1
+    quorum = sync.request.quorum
+    if quorum is None:
+        return len(sync.members) // 2 + 1
+    return max(1, min(quorum, len(sync.members))) if sync.shrunk else quorum
 
 
 def sync_report(

@@ -40,11 +40,14 @@ def identities(state: CoordinatorState) -> dict[int | str, Identity]:
 
 def syncing_replicas(state: CoordinatorState, target: Target) -> frozenset[int]:
     """Return the known replicas that a sync with this target is for."""
-    joined = {member.hello.identity.unit for member in state.members.values() if member.joined}
+    joined, draining = (
+        {member.hello.identity.unit for member in state.members.values() if member.joined},
+        state.draining,
+    )
     return frozenset(
         identity.replica
         for unit, identity in identities(state).items()
-        if identity.syncs and unit in joined and target.includes(identity)
+        if identity.syncs and unit in joined and target.includes(identity) and identity.replica not in draining
     )
 
 
@@ -67,8 +70,13 @@ def is_engine_down(member: Member) -> bool:
 
 
 def live_agents(state: CoordinatorState) -> frozenset[str]:
-    """Return the agents that are live: they owe an answer to each command."""
-    return frozenset(name for name, member in state.members.items() if member.state == "live")
+    """Return the agents that owe an answer to each command: those that are live, and whose replicas don't leave."""
+    draining = state.draining
+    return frozenset(
+        name
+        for name, member in state.members.items()
+        if member.state == "live" and member.hello.identity.unit not in draining
+    )
 
 
 def note_outcomes(state: CoordinatorState, command: Command, outcomes: Iterable[AgentOutcome]) -> CoordinatorState:
@@ -228,13 +236,15 @@ def needed_weights(state: CoordinatorState) -> frozenset[str]:
 
 def all_serve(state: CoordinatorState, count: int, since_us: int) -> bool:
     """Return whether `count` agents are live, and none that is live lacks anything."""
-    live = [member for member in state.members.values() if member.state == "live"]
+    live = [state.members[name] for name in live_agents(state)]
     return len(live) >= count and all(not _lacks(state, member, since_us) for member in live)
 
 
 def not_ready_reasons(state: CoordinatorState, since_us: int) -> dict[str, str]:
     """Return what keeps each known agent from serving; only what it reported after `since_us` counts."""
-    lacking = {name: _lacks(state, member, since_us) for name, member in state.members.items()}
+    draining = state.draining
+    staying = {name: member for name, member in state.members.items() if member.hello.identity.unit not in draining}
+    lacking = {name: _lacks(state, member, since_us) for name, member in staying.items()}
     return {name: lacking[name] for name in sorted(lacking, key=agent_order) if lacking[name]}
 
 

@@ -284,6 +284,7 @@ def _senders(event: events.CoordinatorEvent) -> tuple[str, ...]:
             | events.JoinReceived(peer=peer)
             | events.ResendRequested(peer=peer)
             | events.StatusReceived(peer=peer)
+            | events.LeaveRequested(peer=peer)
             | events.PeerLost(peer=peer)
         ):
             return (agent_of(peer),)

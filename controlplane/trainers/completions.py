@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import httpx
@@ -66,7 +67,8 @@ class CompletionsClient:
 
     Args:
         serving: Returns the version that each replica is proven to serve now: `ControlPlane.serving`.
-        urls: Where this process reaches each replica's engine, by the index of the replica.
+        urls: Where this process reaches each replica's engine, by the index of the replica; or what returns that:
+            `ControlPlane.endpoints`.
         timeout: Seconds for one request, and for waiting while no replica serves.
         versions: Ask so that each answer names the versions that made it.
     """
@@ -74,7 +76,7 @@ class CompletionsClient:
     def __init__(
         self,
         serving: Callable[[], Mapping[int, int]],
-        urls: Mapping[int, str],
+        urls: Mapping[int, str] | Callable[[], Mapping[int, str]],
         *,
         timeout: float = 600.0,
         versions: bool = False,
@@ -82,7 +84,8 @@ class CompletionsClient:
         if not urls:
             raise ConfigError("urls is empty: name each replica's engine, for example {0: 'http://127.0.0.1:8000'}")
         self._serving, self._timeout, self._versions = serving, timeout, versions
-        self._urls = {replica: url.rstrip("/") for replica, url in urls.items()}
+        self._endpoints: Callable[[], Mapping[int, str]] = urls if callable(urls) else partial(dict, urls)
+        self._urls: dict[int, str] = {}  # also of replicas that have left: one of them may still be asked
         self._http = httpx.Client(timeout=timeout, trust_env=False)
         self._models: dict[int, str] = {}
 
@@ -120,7 +123,7 @@ class CompletionsClient:
 
     def _meet_all(self) -> None:
         """Learn the models' names; say at once which URL is wrong."""
-        serving = sorted(known(self._serving) or {})
+        serving = sorted(self._find())
         if missing := [replica for replica in serving if replica not in self._urls]:
             raise ConfigError(f"urls: {format_replicas(missing)} has no URL; there are {self._urls}")
         for replica in serving:
@@ -132,6 +135,15 @@ class CompletionsClient:
                     f"{error!r}. Its agent says that it serves, so the URL is wrong, or out of this process's reach, "
                     "or the server has frozen"
                 ) from None
+
+    def _find(self) -> Mapping[int, int]:
+        """Return the replicas that serve, once it is known where they are. One may come back at another address."""
+        serving = known(self._serving) or {}
+        for replica, url in (known(self._endpoints) or {}).items():
+            if self._urls.get(replica) != url.rstrip("/"):
+                self._urls[replica] = url.rstrip("/")
+                self._models.pop(replica, None)
+        return serving
 
     def _model(self, replica: int) -> str:
         if replica not in self._models:
@@ -160,8 +172,8 @@ class CompletionsClient:
             threading.Event().wait(LOOK_AGAIN_S)
 
     def _holders(self, adapter: NewestAdapter | None) -> tuple[list[int], dict[str, str]]:
+        serving = self._find()
         if adapter is None:
-            serving = known(self._serving) or {}
             newest = max(serving.values(), default=0)
             return sorted(replica for replica in serving.keys() & self._urls if serving[replica] == newest), {}
         if (held := known(adapter)) is None:

@@ -49,13 +49,14 @@ class GatedRollouts:
 
     Args:
         plane: The open control plane.
-        urls: Where this process reaches each replica's engine, by the index of the replica.
+        urls: Where this process reaches each replica's engine, by its index; None for where the agents say.
         gate: Which completions are accepted; None for all, of which none is counted.
         timeout: Seconds for one request, and for waiting while no replica serves.
     """
 
-    def __init__(self, plane: ControlPlane, urls: Mapping[int, str], gate: Gate | None, timeout: float) -> None:
-        self._client = CompletionsClient(plane.serving, urls, timeout=timeout, versions=gate is not None)
+    def __init__(self, plane: ControlPlane, urls: Mapping[int, str] | None, gate: Gate | None, timeout: float) -> None:
+        places = plane.endpoints if urls is None else urls
+        self._client = CompletionsClient(plane.serving, places, timeout=timeout, versions=gate is not None)
         self._plane, self._gate, self.attempts = plane, gate, gate.attempts if gate is not None else 1
 
     def generate(

@@ -88,6 +88,8 @@ AWAY = Report(
     seq=8, origin=2, command=SYNC, outcomes=(AgentOutcome(agent="3.0", conclusion=Missing("absent", away_ms=180_000)),)
 )
 
+URL = "http://node-1:8000"
+
 SAMPLES: tuple[Struct, ...] = (
     wire.Header(wire.MAGIC, wire.MAJOR, wire.MINOR, 3, 2, 70_000),
     ENVELOPE,
@@ -98,8 +100,11 @@ SAMPLES: tuple[Struct, ...] = (
     commands.EpochStart(previous_epoch=2, logic=1),
     commands.AdapterSync(phase="commit", adapter=ADAPTER, keep=3),
     commands.AdapterDrop(name="policy"),
+    commands.Drain(grace_ms=30_000),
     # agent to bus
     wire.Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242),
+    wire.Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242, rejoin=True, endpoint=URL),
+    wire.Leave(grace_ms=30_000),
     wire.Join(),
     STATUS,
     AgentStatus(ready=True, clock=CLOCK),
@@ -195,6 +200,7 @@ SAMPLES: tuple[Struct, ...] = (
     agent.Perform(call_id=15, call=agent.CheckAdapter(ADAPTER)),
     agent.Perform(call_id=16, call=agent.LoadAdapter(ADAPTER)),
     agent.Perform(call_id=17, call=agent.UnloadAdapter("policy-v5", waited=True)),
+    agent.Perform(call_id=18, call=agent.AwaitIdle(30_000)),
     agent.Answer(epoch=2, seq=7, outcome=Skipped(Reason.ALREADY), rule=10),
     agent.RequestResend(8),
     agent.RequestSnapshot(),
@@ -241,6 +247,7 @@ SAMPLES: tuple[Struct, ...] = (
         timeout_ms=600_000,
         adapter=commands.AdapterRequest(name="policy", config="cc", base=5, keep=3),
     ),
+    bus.LeaveRequested(at_us=3, at_ns=4, peer="1.0/i", grace_ms=30_000),
     bus.RetireRequested(at_us=3, at_ns=4, ticket=3, places=("3", "1.1")),
     bus.SamplesCounted(
         at_us=3,
@@ -284,6 +291,7 @@ SAMPLES: tuple[Struct, ...] = (
     ),
     bus.Refuse(ticket=3, kind="sync_in_progress", reason="one at a time"),
     bus.Retired(ticket=4, agents=("3.0", "3.1")),
+    bus.Retired(ticket=None, agents=("3.0", "3.1")),
 )
 
 

@@ -182,7 +182,7 @@ def quorum(promises: Promises, before: CoordinatorState, new: Published) -> str:
         for replica, conclusion in verdicts.primaries(report)
         if verdicts.followed(conclusion) or conclusion == Skipped(Reason.STALE_VERSION)
     ]
-    if len(loaded) < (sync.request.quorum or 1):
+    if len(loaded) < verdicts.asked(sync):
         return f"{command.adapter.model} is committed with {loaded}, the quorum is {sync.request.quorum}"
     return ""
 

@@ -15,6 +15,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace as msgspec_replace
@@ -26,7 +27,7 @@ from schemas.agent_status import AgentStatus
 from schemas.commands import Command, UnknownCommand, WeightSync
 from schemas.events import Effect, Event
 from schemas.identity import ROLLOUT, Identity, Operation, RolloutMode
-from tests.simulation import endings, serving
+from tests.simulation import endings, leaving, serving
 from tests.simulation.adapters import AdapterTrainer, Files, Shelf
 from tests.simulation.agent import Process
 from tests.simulation.bus import Bus, Log
@@ -98,6 +99,7 @@ class World:
             self.weather.fill(full)
         self.operators = random.Random(f"operators {seed}")
         self.others = random.Random(f"others {seed}")
+        self.leaving = random.Random(f"leaving {seed}")
         self.disk = random.Random(f"disk {seed}").random() < 0.3  # durability of the log
         self.log = Log()
         self.files = Files(seed)
@@ -268,6 +270,7 @@ class World:
                 (weather.reshapes, self.operators, self._reshape),
                 (weather.deaf, self.others, self._deafen),
                 (weather.successors, self.others, self._succeed),
+                (weather.drains, self.leaving, partial(leaving.drain, self)),
             ):
                 if chance and luck.random() < chance:
                     strikes(slot)
@@ -355,7 +358,7 @@ class World:
             if self.weather.aim == "quiet"
             else (1000, self.settings.agent_timeout_ms + 1000, self.settings.lease_ms + 1000)
         ):
-            self.at(delay_ms, self._sync_meanwhile)
+            self.at(delay_ms, self.sync_meanwhile)
 
     def _go_away(self, slot: Slot) -> None:
         """Let an agent leave in good order, and return to the fleet of the next trainer, in the middle of its syncs."""
@@ -366,7 +369,7 @@ class World:
         slot.away_until = self.now + self.rng.randrange(4000, 12_000)
         self.at(1500, self._trainer_dies)
         for delay_ms in range(2500, 14_000, 1500):
-            self.at(delay_ms, self._sync_meanwhile)
+            self.at(delay_ms, self.sync_meanwhile)
 
     def _retire(self, slot: Slot) -> None:
         """Take a place or a replica out of the run, most often one that has left; its agent may come back."""
@@ -424,7 +427,7 @@ class World:
         lives_ms = self.settings.lease_ms + self.others.randrange(2000, 30_000)
         ends_ms = process.heard_ms + self.settings.lease_ms - self.now
         for delay_ms in (*range(5000, lives_ms, 3000), max(0, ends_ms - self.others.randrange(1000))):
-            self.at(delay_ms, self._sync_meanwhile)  # so that it remembers weights that are not the newest
+            self.at(delay_ms, self.sync_meanwhile)  # so that it remembers weights that are not the newest
         until_ms = self.now + lives_ms + DOUBLE_FORGOTTEN_MS
         self.doubled_until[slot.identity.unit] = max(until_ms, self.doubled_until.get(slot.identity.unit, 0))
         self.at(self.others.randrange(500, 4000), slot.start, False)
@@ -479,9 +482,9 @@ class World:
         if bus is not None and bus.alive and bus.state.sync is not None:
             version = bus.state.sync.version
             self.trainer.fail_to_send(bus)
-            self.at(200, self._sync_meanwhile, version)
+            self.at(200, self.sync_meanwhile, version)
 
-    def _sync_meanwhile(self, version: int | None = None) -> None:
+    def sync_meanwhile(self, version: int | None = None) -> None:
         if self.bus is not None and self.bus.alive and self.trainer.busy:
             self.trainer.sync(self.bus, quorum=1, version=version)
 

@@ -255,7 +255,7 @@ def forgetting_who_left(state: CoordinatorState, event: CoordinatorEvent) -> tup
 def forgetting_the_retired(state: CoordinatorState, event: CoordinatorEvent) -> tuple[Any, Any]:
     """Forget in a new life of the bus which places were retired."""
     after, effects = coordinator.decide(state, event)
-    return replace(after, retired=frozenset()) if isinstance(event, Opened) else after, effects
+    return replace(after, retired={}) if isinstance(event, Opened) else after, effects
 
 
 def _as_if_gone(state: CoordinatorState, event: CoordinatorEvent, among: Callable[[Member], bool]) -> tuple[Any, Any]:
@@ -338,7 +338,7 @@ ABLATIONS = {
     # An agent that is ahead of a log that lost its tail waits for what will never come.
     "position per epoch": Ablation(Mechanisms(agent=without_history), "convergence", first=48),
     # What a trainer paused stays paused when it is gone.
-    "lease": Ablation(Mechanisms(agent=without_lease), "P7 trainer first", first=64),
+    "lease": Ablation(Mechanisms(agent=without_lease), "P7 trainer first", first=117),
     # A stop closes whatever is open: what the trainer wants recorded ends with somebody else's session.
     "a stop names its session": Ablation(Mechanisms(agent=closing_any_session), "I7 sessions stay open", first=13),
     # A start that is not for this replica takes away the session that is.
@@ -378,7 +378,7 @@ ABLATIONS = {
     # An agent reaches one of two ports, joins nothing, and counts on a bus whose commands can't reach it.
     "a lease of members": Ablation(Mechanisms(lease_of_members=False), "P7 trainer first", first=24),
     # An agent that is cut off brings its engine back to what it remembers, and its successor to what is committed.
-    "one commander": Ablation(Mechanisms(agent=undoing_others, adapters=False), "P6 fencing", first=166),
+    "one commander": Ablation(Mechanisms(agent=undoing_others, adapters=False), "P6 fencing", first=130),
     # An agent without its journal finds an engine paused that was given other weights, and lets it go on.
     "a cache that is found": Ablation(Mechanisms(agent=trusting_what_it_finds), "I1 no torn serving", first=71),
     # An engine that an agent without its journal has found paused, and that does not say so, stays paused.

@@ -57,6 +57,7 @@ class Weather:
             paused with a cache of other weights, or that does not say whether it is paused.
         successors: Chance that an agent is cut off for good and lives on, while another takes over its engine.
         places: How many adapters an engine holds at most; None for no limit.
+        drains: Chance that a replica leaves the fleet in good order. Its agents may take up their places again.
     """
 
     drops: float = 0.0
@@ -88,6 +89,7 @@ class Weather:
     forgets: bool = False
     successors: float = 0.0
     places: int | None = None
+    drains: float = 0.0
     aim: str = "none"
 
     @classmethod
@@ -127,6 +129,7 @@ class Weather:
         weather.forgets = rng.random() < 0.5
         weather.successors = rng.choice((0.0, 0.0, 0.0, 0.0, 0.06))
         weather.broadcasts = rng.choice((0.0, 0.0, 0.0, 0.0, 0.7))
+        weather.drains = Random(f"drains {rng.random()}").choice((0.0, 0.0, 0.0, 0.0, 0.1))
         if weather.broadcasts and rng.random() < 0.7:
             weather.syncs = 0.6
             weather.hush()

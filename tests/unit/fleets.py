@@ -63,11 +63,12 @@ class Coordinator:
         mode: RolloutMode = RolloutMode.HYBRID,
         nnodes: int = 2,
         gpus: int = 1,
+        rejoin: bool = False,
     ) -> None:
         identity = identity_of(agent)
         if identity.role == ROLLOUT:
             identity = replace(identity, nnodes=nnodes, gpus_per_node=gpus, mode=mode)
-        greeting = Hello(identity=identity, incarnation=incarnation, journal="j", host="node-1", pid=42)
+        greeting = Hello(identity=identity, incarnation=incarnation, journal="j", host="node-1", pid=42, rejoin=rejoin)
         self.feed(
             events.HelloReceived(
                 at_us=at_us, peer=f"{agent}/{incarnation}", hello=greeting, recorded_decisions=recorded

@@ -9,6 +9,8 @@ from anyio import CancelScope
 from anyio.lowlevel import checkpoint
 from msgspec.structs import replace
 
+from schemas import wire
+from schemas.commands import Drain
 from schemas.errors import AgentError, EngineError
 from schemas.events import (
     Call,
@@ -28,6 +30,7 @@ from schemas.outcomes import Acted, ErrorKind, Failed
 from schemas.transport.sockets import Context
 from tests.unit.machines import command
 from tests.unit.small_bus import FLUSH, PAUSE, RESUME, Bus, Engine, Run, reaches, running
+from tests.waiting import until
 from workers import agent as agent_module
 from workers import driver
 from workers.driver import EngineDriver
@@ -311,3 +314,57 @@ async def test_a_close_that_ends_late_with_a_cancellation_of_its_own_ends_nothin
     async with running(bus, context, Late(), tmp_path):
         pass
     assert len(warnings_of(caplog, "Late.close raised: a task of the engine's backend was cancelled")) == 1
+
+
+# --- requests that may end --------------------------------------------------------------------------------------------
+
+
+class Busy(Engine):
+    """It runs as many requests as `running` says, or does not say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: int | None = 1
+
+    async def observe(self) -> Observation:
+        return replace(await super().observe(), running=self.running)
+
+
+@pytest.mark.parametrize("says", [True, False])
+async def test_a_drain_waits_for_requests_to_end_where_the_engine_says_how_many_run(
+    says: bool, bus: Bus, tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "IDLE_S", 0.05)
+    engine = Busy()
+    engine.running = 1 if says else None
+    async with running(bus, context, engine, tmp_path) as agent:
+        await bus.admit()
+        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        bus.publish(Drain(grace_ms=60_000 if says else 300))
+        if says:
+            await reaches(agent, lambda state: state.idle_at_ms is not None)
+            looked = engine.observations
+            await until(lambda: engine.observations > looked + 5)
+            assert engine.calls == []
+            engine.running = 0
+        assert (await bus.outcome(1)).outcome == Acted(calls=("await_idle", "pause") if says else ("pause",))
+        assert engine.calls == [Pause("abort")]
+
+
+async def test_an_agent_ends_well_once_its_drained_replica_is_retired(
+    bus: Bus, tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "IDLE_S", 0.0)
+    engine = Busy()
+    engine.running = 0
+    async with running(bus, context, engine, tmp_path) as agent, anyio.create_task_group() as tasks:
+        await bus.admit()
+        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        tasks.start_soon(agent.drain, 60)
+        for _ in range(2):  # again, for as long as the bus has not heard of it
+            assert (await bus.next(wire.Leave)).grace_ms == 60_000
+        bus.publish(Drain(grace_ms=60_000))
+        await bus.outcome(1)
+        bus.say(wire.Rejoin(reason="retired", give_up=True))
+        await bus.next(wire.Goodbye)
+        tasks.cancel_scope.cancel()

@@ -66,6 +66,10 @@ HEADS_LATE: Final = 2
 """Heads that fail to arrive before the agent doubts that the bus answers."""
 
 
+class HasLeft(RolloutctlError):
+    """The bus has retired the replica, which was told to leave the fleet before."""
+
+
 class RunChanged(RolloutctlError):
     """The bus is of another run than the journal: seq and epochs start again."""
 
@@ -107,6 +111,7 @@ class Link:
         wake_at: Callable[[int], None],
         wall_ns: Callable[[], int],
         keys: KeySource | None = None,
+        endpoint: str = "",
     ) -> None:
         self._bus, self._config, self._context = bus, config, context
         self._agent, self._journal, self._handle = identity.agent, journal, handle
@@ -126,9 +131,16 @@ class Link:
             replaced=self._end_session,
         )
         self._hello = wire.Hello(
-            identity=identity, incarnation=incarnation, journal=journal.id, host=socket.gethostname(), pid=os.getpid()
+            identity=identity,
+            incarnation=incarnation,
+            journal=journal.id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            endpoint=endpoint,
+            rejoin=config.rejoin,
         )
         self._session: _Session | None = None
+        self._leave: wire.Leave | None = None
         self._welcomed = anyio.Event()
         self._intervals: BusConfig | wire.Welcome = BusConfig()  # of heartbeats, as the last welcome set them
         self._heartbeat_ms = self._intervals.heartbeat_ms  # as the bus last said
@@ -142,6 +154,7 @@ class Link:
 
         Raises:
             IdentityTaken: A live agent holds the place, or the bus does not accept the key for it.
+            HasLeft: The replica has left the fleet.
             RunChanged: The bus belongs to another run.
             AgentError: The journal cannot be written, or lost decisions that the bus has.
         """
@@ -168,6 +181,11 @@ class Link:
         if self._session is not None and self._session.snapshot.is_set():
             self._session.repeated = 0
             self._send(wire.Join())
+
+    def ask_to_leave(self, grace_ms: int) -> None:
+        """Ask that the replica leave the fleet, again with each heartbeat until the bus has published that it does."""
+        self._leave = wire.Leave(grace_ms=grace_ms)
+        self._send(self._leave)
 
     def note_decision(self, state: AgentState) -> None:
         """Note a decision that led to `state`: upload it soon, and report at once if the agent became ready."""
@@ -320,7 +338,7 @@ class Link:
 
     def _rejoin(self, message: wire.Rejoin) -> None:
         if message.give_up:
-            raise IdentityTaken(message.reason)
+            raise HasLeft if self._journal.state.desired.draining else IdentityTaken(message.reason)
         self._waiting.reason = f"the bus at {self._connection.address} answers: {message.reason}"
         if self._session is not None:
             logger.info("agent %s: %s; saying hello again", self._agent, message.reason)
@@ -433,6 +451,8 @@ class Link:
             await self._welcomed.wait()
             await self._heartbeat.wait(self._heartbeat_ms)
             self._heartbeat.beat(doubtful=self._is_doubtful())
+            if self._leave is not None and not self._journal.state.desired.draining:
+                self._send(self._leave)
             self._upload.retry()
             if not self._journal.state.in_a_sync:  # an agent that is just joining again takes no part in one
                 self._connection.use_new_keys()

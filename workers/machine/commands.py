@@ -9,6 +9,7 @@ from schemas.commands import (
     AdapterDrop,
     AdapterSync,
     Command,
+    Drain,
     EngineCommand,
     EpochStart,
     ProfileCommand,
@@ -21,6 +22,7 @@ from schemas.commands import (
 from schemas.desired import Desired, ProfileSession
 from schemas.events import (
     Abort,
+    AwaitIdle,
     Call,
     CheckAdapter,
     CheckProfile,
@@ -61,7 +63,11 @@ def is_disk_command(command: Command | UnknownCommand) -> bool:
 
 
 def needs_no_engine(command: Command | UnknownCommand, engine: EngineState, identity: Identity) -> bool:
-    """Whether it is a profile command that asks nothing of this engine, which then may be launching, busy or unable."""
+    """Whether it asks nothing of this engine, which then may be launching, busy or unable: a profile command that is
+    not for it, or the drain of one that is not there.
+    """
+    if type(command) is Drain:
+        return engine.tokenizer == "unknown"
     if type(command) is not ProfileCommand or command.action == "collect":
         return False
     if command.action == "stop":
@@ -120,6 +126,8 @@ def calls_for(
             return _adapter(command, before, after, engine, identity)
         case AdapterDrop():
             return () if before != after else Skipped(Reason.ALREADY)
+        case Drain():
+            return _drain(command, after, engine, identity)
         case ProfileCommand():
             return _profile(command, after, engine, identity)
         case EpochStart() | UnknownCommand():  # the latter never passes rule 9
@@ -232,6 +240,15 @@ def _adapter(
     frees = command.phase == "commit" and engine.generating is True and not has_place(engine, adapter)
     dropped = left(after, engine)[:1] if frees else ()
     return (*(UnloadAdapter(model, waited=False) for model in dropped), *plan_load(adapter, engine))
+
+
+def _drain(command: Drain, after: Desired, engine: EngineState, identity: Identity) -> CallsOrOutcome:
+    """Requests that a pause has frozen can't end by themselves: they are aborted at once."""
+    if engine.tokenizer == "unknown":
+        return ()
+    frozen = engine.generating is False and engine.requests_kept and Operation.ABORT in engine.operations
+    wait = (AwaitIdle(command.grace_ms),) if engine.generating is not False else (_ABORT,) if frozen else ()
+    return (*wait, *reconcile(after, engine, identity))
 
 
 def memory_missing(calls: tuple[Call, ...], engine: EngineState, identity: Identity) -> Failed | None:

@@ -19,8 +19,8 @@ def next_deadline(state: AgentState) -> int | None:
 
 
 def _command_deadline(state: AgentState) -> int | None:
-    if state.activity is not None and not state.activity.overdue:
-        return state.activity.deadline_ms  # queued commands are decided after that, whatever their own
+    if state.activity is not None and not state.activity.overdue:  # queued commands are decided after that
+        return state.activity.deadline_ms if state.idle_at_ms is None else state.idle_at_ms
     if not state.queue:
         return None
     first = state.queue[0]

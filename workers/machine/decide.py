@@ -209,8 +209,7 @@ def _act(
     before = still_desired(earlier.desired, earlier.suppressed)
     if state.activity is not None and needs_free_engine(command, state.engine, state.identity):
         return _act_while_overdue(state, state.activity, before, event, effects)
-    if state.activity is None:
-        state = _recognize_pushed(state)
+    state = _recognize_pushed(state) if state.activity is None else state
     desired = still_desired(state.desired, state.suppressed)
     syncing = earlier.desired.sync.version if earlier.desired.sync is not None else 0
     result = calls_for(command, before, desired, syncing, state.engine, state.identity)
@@ -356,18 +355,19 @@ def _on_returned(state: AgentState, event: events.EngineReturned, effects: Effec
         rest = ()  # gives way; what is left is planned again, with what the command changes
     if rest and state.waits_paused:  # a command that was decided before the bus was lost may still resume
         rest = tuple(call for call in rest if not isinstance(call, events.Resume))
-    if rest and not activity.overdue:
+    return _go_on(state, replace(activity, calls=rest, completed=completed, reported=reported), event.at_ms, effects)
+
+
+def _go_on(state: AgentState, activity: Activity, now_ms: int, effects: Effects) -> AgentState:
+    """Make the next call of an activity, or end it if none is left."""
+    if activity.calls and not activity.overdue:
         if state.stopping:
-            return _stop_within(state, activity, completed, effects)
-        call_id = state.calls_made + 1
-        activity = replace(
-            activity, calls=rest, call_id=call_id, completed=completed, reported=reported, since_ms=event.at_ms
-        )
-        return _call(state, activity, effects)
+            return _stop_within(state, activity, effects)
+        return _call(state, replace(activity, call_id=state.calls_made + 1, since_ms=now_ms), effects)
     command = activity.trigger.command if activity.trigger is not None else None
-    outcome = acted(state.engine, command, completed, reported)
+    outcome = acted(state.engine, command, activity.completed, activity.reported)
     state = replace(state, retries=0) if state.retries else state
-    return _proceed(_end_activity(state, outcome, effects), event.at_ms, effects)
+    return _proceed(_end_activity(state, outcome, effects), now_ms, effects)
 
 
 def _plan_again(state: AgentState, activity: Activity) -> tuple[AgentState, Activity, Failed | None]:
@@ -387,16 +387,17 @@ def _plan_again(state: AgentState, activity: Activity) -> tuple[AgentState, Acti
 
 
 def _on_stopping(state: AgentState, _: events.Stopping, effects: Effects) -> AgentState:
-    if state.awaits_push:
-        message = "the agent was asked to end while it waited for the trainer to push the weights."
+    if state.awaits_push or state.idle_at_ms is not None:
+        what = "the trainer to push the weights" if state.awaits_push else "running requests to end"
+        message = f"the agent was asked to end while it waited for {what}."
         state = _end_activity(state, Failed(ErrorKind.UNKNOWN, with_engine_state(message, state.engine)), effects)
     return replace(state, stopping=True)
 
 
-def _stop_within(state: AgentState, activity: Activity, completed: tuple[str, ...], effects: Effects) -> AgentState:
+def _stop_within(state: AgentState, activity: Activity, effects: Effects) -> AgentState:
     """End a command of several calls between two of them, because the agent was asked to end."""
-    rest = ", ".join(call_name(call) for call in activity.calls[1:])
-    message = f"the agent was asked to end after {', '.join(completed)}; {rest} was not begun."
+    rest, completed = ", ".join(map(call_name, activity.calls)), ", ".join(activity.completed)
+    message = f"the agent was asked to end after {completed}; {rest} was not begun."
     return _end_activity(state, Failed(ErrorKind.UNKNOWN, with_engine_state(message, state.engine)), effects)
 
 
@@ -421,6 +422,8 @@ def _fail(
 
 def _on_tick(state: AgentState, event: events.Tick, effects: Effects) -> AgentState:
     activity = state.activity
+    if activity is not None and state.idle_at_ms is not None and event.at_ms >= state.idle_at_ms:
+        return _go_on(state, replace(activity, calls=activity.calls[1:]), event.at_ms, effects)
     if activity is not None and state.awaits_push and event.at_ms >= activity.deadline_ms:
         state = _miss_push(state, activity, effects)
     elif activity is not None and not activity.overdue and event.at_ms >= activity.deadline_ms:
@@ -434,8 +437,7 @@ def _on_tick(state: AgentState, event: events.Tick, effects: Effects) -> AgentSt
             state = _answer(state, activity.trigger, Failed(ErrorKind.ENGINE_TIMEOUT, message), effects)
         state = replace(state, activity=replace(activity, overdue=True, before=None, stacks=event.stacks))
     engine = apply_time(state.engine, state.settings.wedged_after_ms, event.at_ms)
-    if engine is not state.engine:
-        state = replace(state, engine=engine)
+    state = replace(state, engine=engine) if engine is not state.engine else state
     if state.reconcile_blocked and 0 < state.retry_at_ms <= event.at_ms:
         state = replace(state, reconcile_blocked=False, retry_at_ms=0)
     return _proceed(state, event.at_ms, effects)
@@ -473,7 +475,7 @@ def _on_snapshot(state: AgentState, event: events.SnapshotReceived, effects: Eff
         state = _answer(state, queued, SUPERSEDED, effects, rule=2)
     activity = state.activity
     if activity is not None:
-        waited = state.awaits_push
+        waited = state.awaits_push or state.idle_at_ms is not None
         if activity.trigger is not None and not activity.overdue:
             state = _answer(state, activity.trigger, SUPERSEDED, effects, rule=2)
         activity = None if waited else replace(activity, trigger=None, calls=activity.calls[:1], before=None)

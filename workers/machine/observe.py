@@ -12,6 +12,7 @@ from schemas.commands import Checkpoint, Pushed, split_model
 from schemas.desired import ALL_TAGS, Desired
 from schemas.events import (
     Abort,
+    AwaitIdle,
     AwaitPush,
     Call,
     CheckAdapter,
@@ -304,7 +305,7 @@ def _after_success(engine: EngineState, call: Call, result: Returned) -> EngineS
             return replace(engine, asleep=engine.asleep - call.tags, unknown=engine.unknown - call.tags)
         case CheckAdapter() | LoadAdapter() | UnloadAdapter():
             return after_adapter_call(engine, call)
-        case Observe() | Abort() | CollectTraces() | CheckProfile() | FinishProfile():
+        case Observe() | AwaitIdle() | Abort() | CollectTraces() | CheckProfile() | FinishProfile():
             return engine
         case _:
             assert_never(call)

@@ -184,7 +184,7 @@ def _calls_of_its_own(state: AgentState, just_observed: bool) -> tuple[Call, ...
     calls = reconcile(desired, engine, state.identity, just_observed=just_observed)
     if engine.lost:
         return (*calls, *pause)
-    if calls or state.bus_lost:  # then another agent may command its engine, by what is committed now
+    if calls or state.bus_lost or desired.draining:  # without a bus, another agent may command it by what holds now
         return calls
     return plan_adapters(desired, engine, state.suppressed.adapters)
 
@@ -403,6 +403,8 @@ def may_serve(desired: Desired, engine: EngineState, identity: Identity) -> bool
 def goes_back(desired: Desired, engine: EngineState, identity: Identity) -> bool:
     """Whether the engine goes back to the weights of its launch: a sync failed before anything was committed."""
     if identity.mode is COLOCATED or engine.launched_from is None or desired.sync is not None or desired.quarantined:
+        return False
+    if desired.draining:
         return False
     if not engine.operations >= PAUSE_AND_RESUME:
         return False

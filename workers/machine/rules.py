@@ -237,7 +237,9 @@ def _brought(sync: WeightSync | AdapterSync) -> tuple[str, int]:
 
 
 def is_targeted(state: AgentState, event: CommandReceived) -> bool:
-    """Whether the command's target names this replica or rank."""
+    """Whether the command's target names this replica or rank. None does once the replica leaves the fleet."""
+    if state.desired.draining:
+        return False
     return event.target.replicas is None or event.target.includes(state.identity)
 
 

@@ -9,6 +9,7 @@ from schemas.commands import AdapterVersion
 from schemas.desired import Committed, Desired, ProfileSession
 from schemas.events import (
     Answer,
+    AwaitIdle,
     AwaitPush,
     Call,
     CommandReceived,
@@ -310,6 +311,15 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
         """Whether the call under way only waits for weights that the trainer pushes. No engine is called meanwhile."""
         activity = self.activity
         return activity is not None and not activity.overdue and isinstance(activity.calls[0], AwaitPush)
+
+    @property
+    def idle_at_ms(self) -> int | None:
+        """Until when the call under way waits for running requests to end; None if none does."""
+        activity = self.activity
+        if activity is None or activity.trigger is None or activity.overdue:
+            return None
+        call = activity.calls[0]
+        return activity.trigger.at_ms + call.grace_ms if isinstance(call, AwaitIdle) else None
 
     @property
     def in_a_sync(self) -> bool:

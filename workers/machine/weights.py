@@ -15,7 +15,7 @@ from workers.machine.state import EngineState
 
 def wanted_weights(desired: Desired, identity: Identity) -> Committed | Syncing | None:
     """Return the weights that the engine should hold now, or None if it should keep what it has."""
-    if identity.mode is COLOCATED:
+    if identity.mode is COLOCATED or desired.draining:
         return None
     if desired.sync is not None:  # also for a replica in quarantine: a sync is its way back
         return desired.sync if desired.sync.phase == "load" else None

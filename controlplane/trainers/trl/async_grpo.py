@@ -121,7 +121,8 @@ class VllmRolloutWorker:
 
     Args:
         plane: The open control plane.
-        urls: Where this process reaches each replica's vLLM server, by the index of the replica.
+        urls: Where this process reaches each replica's vLLM server, by the index of the replica; None for what their
+            agents say (`ControlPlane.endpoints`).
         args: The trainer's configuration.
         dataset: Rows with a `prompt`; their other columns are passed to the reward functions. It is read again and
             again, so it can't be an iterator that is used up.
@@ -136,7 +137,7 @@ class VllmRolloutWorker:
     def __init__(
         self,
         plane: ControlPlane,
-        urls: Mapping[int, str],
+        urls: Mapping[int, str] | None = None,
         *,
         args: Any,
         dataset: Iterable[Mapping[str, Any]],

@@ -96,7 +96,8 @@ class VllmRollouts:
 
     Args:
         plane: The open control plane.
-        urls: Where this process reaches each replica's vLLM server, by the index of the replica.
+        urls: Where this process reaches each replica's vLLM server, by the index of the replica; None for what their
+            agents say (`ControlPlane.endpoints`).
         max_logprob_gap: If given, each logprob of vLLM is compared with the one that the trainer's own model computes,
             at the price of a forward pass. A larger difference ends the training: it was sampled from other weights, or
             in another precision. None to compare nothing.
@@ -117,7 +118,7 @@ class VllmRollouts:
     def __init__(
         self,
         plane: ControlPlane,
-        urls: Mapping[int, str],
+        urls: Mapping[int, str] | None = None,
         *,
         max_logprob_gap: float | None = None,
         gate: Gate | None = None,
