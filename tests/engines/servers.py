@@ -260,16 +260,18 @@ def environment(kind: str) -> dict[str, str]:
 
 
 class AgentProcess(Process):
-    """`rolloutctl agent` on one node, as a process."""
+    """`rolloutctl agent` on one node, as a process: of this checkout, or of another one."""
 
-    def __init__(self, bus: str, folder: Path, place: str, nnodes: int, *options: str) -> None:
+    def __init__(
+        self, bus: str, folder: Path, place: str, nnodes: int, *options: str, checkout: Path | None = None
+    ) -> None:
         replica, node_rank = place.split(".")
         self.place = place
         where = ["--replica", replica, "--node-rank", node_rank, "--nnodes", str(nnodes)]
         folders = {"--checkpoints": folder, "--traces": folder / "traces", "--state-dir": folder / "state"}
         roots = [str(word) for option in folders.items() for word in option]
         call = [sys.executable, "-m", "controlplane.cli", "agent", "--bus", bus, *where, *roots, *options]
-        super().__init__(call, folder / f"agent-{place}.log")
+        super().__init__(call, folder / f"agent-{place}.log", cwd=checkout)
 
     def end(self) -> int:
         """Send SIGTERM and wait. Returns the exit code."""

@@ -50,12 +50,13 @@ ALWAYS: Final = 2
 
 
 class Stream(threading.Thread):
-    """One greedy request, streamed; `tokens` grows."""
+    """One greedy request, streamed; `tokens` grows, and `came` has the time of each."""
 
     def __init__(self, kind: str, url: str, prompt: Sequence[int], asked: int) -> None:
         super().__init__(daemon=True)
         self._kind, self._url, self._prompt, self.asked = kind, url, list(prompt), asked
         self.tokens: list[int] = []
+        self.came: list[float] = []
         self._ended = False
         self.start()
 
@@ -68,6 +69,7 @@ class Stream(threading.Thread):
         try:
             async for token in client.generate(self._prompt, self.asked):
                 self.tokens.append(token)
+                self.came.append(time.monotonic())
                 if self._ended:
                     break
         finally:

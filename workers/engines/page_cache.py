@@ -1,0 +1,99 @@
+"""Reads new weights into the page cache while the engine generates, so that its own reload, in the pause, is short.
+
+It is only a help: whatever goes wrong here, the engine reads the files from the disk, as it would have done.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from schemas.errors import CheckpointError
+from schemas.safetensors.digest import reading_threads
+from schemas.safetensors.format import open_file, safetensors_files
+
+STEP_BYTES: Final = 1 << 20
+"""Looked at, and read, at a time."""
+SHARE: Final = 0.5
+"""Share of the free memory that is filled. Requests need some too, and the engine a copy of what it loads."""
+
+
+class _Step(NamedTuple):
+    file: int
+    start: int
+    size: int
+
+
+def read_ahead(directory: Path, until: float, most_bytes: int | None = None) -> int:
+    """Read what the page cache lacks of a directory's tensors, in the order in which engines read them.
+
+    Args:
+        directory: Holds the `*.safetensors` files.
+        until: When to stop, by `time.monotonic()`.
+        most_bytes: Most bytes to have in the cache; None for what memory allows.
+
+    Returns:
+        The number of bytes that are in the cache, as far as it got.
+    """
+    left = int(free_bytes() * SHARE) if most_bytes is None else most_bytes
+    with ExitStack() as stack, suppress(CheckpointError):  # what is wrong with them, the check says
+        steps = list(_steps(directory, left, stack))
+        threads: ThreadPoolExecutor = stack.enter_context(reading_threads())
+        return sum(threads.map(lambda step: _read(step) if time.monotonic() < until else 0, steps))
+    return 0
+
+
+def free_bytes(root: Path = Path("/")) -> int:
+    """Return how much memory there is for more files, on this machine and in this process's control group (version 2).
+
+    0 where that can't be read.
+
+    Args:
+        root: Where `proc` and `sys` are.
+    """
+    try:
+        found = [1024 * _field(root / "proc/meminfo", "MemAvailable:")]
+        group = root / "sys/fs/cgroup" / (root / "proc/self/cgroup").read_text().rpartition("::/")[2].strip()
+    except (OSError, ValueError):
+        return 0
+    with suppress(OSError, ValueError):  # it has none, or its limit is the word "max"
+        used = int((group / "memory.current").read_text()) - _field(group / "memory.stat", "file")
+        found.append(int((group / "memory.max").read_text()) - used)
+    return max(0, min(found))
+
+
+def _field(path: Path, name: str) -> int:
+    for line in path.read_text().splitlines():
+        if line.split()[:1] == [name]:
+            return int(line.split()[1])
+    raise ValueError(f"{path} has no {name}")
+
+
+def _steps(directory: Path, left: int, stack: ExitStack) -> Iterator[_Step]:
+    """Yield the first bytes of the files, as many as are left. The files stay open until the stack is closed."""
+    for path in safetensors_files(directory):
+        file = stack.enter_context(open_file(path)).fileno()
+        size = min(left, os.fstat(file).st_size)
+        left -= size
+        for start in range(0, size, STEP_BYTES):
+            yield _Step(file, start, min(STEP_BYTES, size - start))
+
+
+def _read(step: _Step) -> int:
+    if _is_cached(step.file, step.start) and _is_cached(step.file, step.start + step.size - 1):
+        return step.size
+    try:
+        return len(os.pread(step.file, step.size, step.start))
+    except OSError:
+        return 0
+
+
+def _is_cached(file: int, place: int) -> bool:
+    """Whether a byte comes without the disk. False where the file system can't tell."""
+    try:
+        return os.preadv(file, [bytearray(1)], place, os.RWF_NOWAIT) == 1
+    except OSError:
+        return False
