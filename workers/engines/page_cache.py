@@ -6,13 +6,13 @@ It is only a help: whatever goes wrong here, the engine reads the files from the
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from itertools import repeat
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from schemas.errors import CheckpointError
-from schemas.safetensors.digest import reading_threads
+from schemas.safetensors.digest import PIECE_BYTES, reading_threads
 from schemas.safetensors.format import open_file, safetensors_files
 
 STEP_BYTES: Final = 1 << 20
@@ -21,10 +21,10 @@ SHARE: Final = 0.5
 """Share of the free memory that is filled. Requests need some too, and the engine a copy of what it loads."""
 
 
-class _Step(NamedTuple):
+class _Piece(NamedTuple):
     file: int
     start: int
-    size: int
+    end: int
 
 
 def read_ahead(directory: Path, until: float, most_bytes: int | None = None) -> int:
@@ -40,9 +40,8 @@ def read_ahead(directory: Path, until: float, most_bytes: int | None = None) -> 
     """
     left = int(free_bytes() * SHARE) if most_bytes is None else most_bytes
     with ExitStack() as stack, suppress(CheckpointError):  # what is wrong with them, the check says
-        steps = list(_steps(directory, left, stack))
-        threads: ThreadPoolExecutor = stack.enter_context(reading_threads())
-        return sum(threads.map(lambda step: _read(step) if time.monotonic() < until else 0, steps))
+        pieces = list(_pieces(directory, left, stack))
+        return sum(stack.enter_context(reading_threads()).map(_read, pieces, repeat(until)))
     return 0
 
 
@@ -72,23 +71,26 @@ def _field(path: Path, name: str) -> int:
     raise ValueError(f"{path} has no {name}")
 
 
-def _steps(directory: Path, left: int, stack: ExitStack) -> Iterator[_Step]:
+def _pieces(directory: Path, left: int, stack: ExitStack) -> Iterator[_Piece]:
     """Yield the first bytes of the files, as many as are left. The files stay open until the stack is closed."""
     for path in safetensors_files(directory):
         file = stack.enter_context(open_file(path)).fileno()
         size = min(left, os.fstat(file).st_size)
         left -= size
-        for start in range(0, size, STEP_BYTES):
-            yield _Step(file, start, min(STEP_BYTES, size - start))
+        for start in range(0, size, PIECE_BYTES):
+            yield _Piece(file, start, min(start + PIECE_BYTES, size))
 
 
-def _read(step: _Step) -> int:
-    if _is_cached(step.file, step.start) and _is_cached(step.file, step.start + step.size - 1):
-        return step.size
-    try:
-        return len(os.pread(step.file, step.size, step.start))
-    except OSError:
-        return 0
+def _read(piece: _Piece, until: float) -> int:
+    """Read what is not in the cache. Returns how many bytes are, as far as it got."""
+    for start in range(piece.start, piece.end, STEP_BYTES):
+        if time.monotonic() >= until:
+            return start - piece.start
+        end = min(start + STEP_BYTES, piece.end)
+        if not (_is_cached(piece.file, start) and _is_cached(piece.file, end - 1)):
+            with suppress(OSError):
+                os.pread(piece.file, end - start, start)
+    return piece.end - piece.start
 
 
 def _is_cached(file: int, place: int) -> bool:
