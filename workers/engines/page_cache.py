@@ -21,7 +21,7 @@ SHARE: Final = 0.5
 """Share of the free memory that is filled. Requests need some too, and the engine a copy of what it loads."""
 
 
-class _Piece(NamedTuple):
+class _Stretch(NamedTuple):
     file: int
     start: int
     end: int
@@ -40,8 +40,8 @@ def read_ahead(directory: Path, until: float, most_bytes: int | None = None) -> 
     """
     left = int(free_bytes() * SHARE) if most_bytes is None else most_bytes
     with ExitStack() as stack, suppress(CheckpointError):  # what is wrong with them, the check says
-        pieces = list(_pieces(directory, left, stack))
-        return sum(stack.enter_context(reading_threads()).map(_read, pieces, repeat(until)))
+        stretches = list(_stretches(directory, left, stack))
+        return sum(stack.enter_context(reading_threads()).map(_read, stretches, repeat(until)))
     return 0
 
 
@@ -71,26 +71,26 @@ def _field(path: Path, name: str) -> int:
     raise ValueError(f"{path} has no {name}")
 
 
-def _pieces(directory: Path, left: int, stack: ExitStack) -> Iterator[_Piece]:
+def _stretches(directory: Path, left: int, stack: ExitStack) -> Iterator[_Stretch]:
     """Yield the first bytes of the files, as many as are left. The files stay open until the stack is closed."""
     for path in safetensors_files(directory):
         file = stack.enter_context(open_file(path)).fileno()
         size = min(left, os.fstat(file).st_size)
         left -= size
         for start in range(0, size, PIECE_BYTES):
-            yield _Piece(file, start, min(start + PIECE_BYTES, size))
+            yield _Stretch(file, start, min(start + PIECE_BYTES, size))
 
 
-def _read(piece: _Piece, until: float) -> int:
+def _read(stretch: _Stretch, until: float) -> int:
     """Read what is not in the cache. Returns how many bytes are, as far as it got."""
-    for start in range(piece.start, piece.end, STEP_BYTES):
+    for start in range(stretch.start, stretch.end, STEP_BYTES):
         if time.monotonic() >= until:
-            return start - piece.start
-        end = min(start + STEP_BYTES, piece.end)
-        if not (_is_cached(piece.file, start) and _is_cached(piece.file, end - 1)):
+            return start - stretch.start
+        end = min(start + STEP_BYTES, stretch.end)
+        if not (_is_cached(stretch.file, start) and _is_cached(stretch.file, end - 1)):
             with suppress(OSError):
-                os.pread(piece.file, end - start, start)
-    return piece.end - piece.start
+                os.pread(stretch.file, end - start, start)
+    return stretch.end - stretch.start
 
 
 def _is_cached(file: int, place: int) -> bool:
