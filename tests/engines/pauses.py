@@ -27,6 +27,7 @@ from controlplane import ControlPlane
 from controlplane.record.log import RunLog
 from schemas.commands import Checkpoint, WeightSync
 from schemas.events import CommandReceived, EngineReturned, Perform
+from schemas.identity import LAUNCH_LABEL
 from schemas.wire import effects_decoder, event_decoder
 from tests.engines.models import SMALL, Size, save_model, save_weights, weights
 from tests.engines.reports import BUS
@@ -94,7 +95,7 @@ class Bench:
         """By the calls that an agent makes, and nothing else."""
         phases: Phases = {}
         with httpx.Client(base_url=self.server.url, timeout=300) as client:
-            for name, path, body in _calls(self.kind, str(directory), str(self.version)):
+            for name, path, body in _calls(self.kind, str(directory)):
                 began = time.monotonic()
                 client.post(path, json=body).raise_for_status()
                 phases[name] = 1000 * (time.monotonic() - began)
@@ -118,8 +119,8 @@ class Bench:
         return found
 
 
-def _calls(kind: str, directory: str, version: str) -> list[tuple[str, str, dict[str, object]]]:
-    label: dict[str, object] = {"new_version": version}
+def _calls(kind: str, directory: str) -> list[tuple[str, str, dict[str, object]]]:
+    label: dict[str, object] = {"new_version": LAUNCH_LABEL}  # an agent trusts no other one that is not its own
     if kind == "vllm":
         reload: dict[str, object] = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
         return [
