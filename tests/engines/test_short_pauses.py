@@ -12,7 +12,7 @@ import pytest
 from schemas.commands import Checkpoint
 from schemas.events import CheckSource, EngineCall, Flush, Load, Pause, Resume
 from schemas.safetensors.manifest import build_manifest
-from tests.engines.http_servers import HttpServer
+from tests.engines.http_servers import HttpServer, Reply
 from tests.engines.releases import save_tensor
 from tests.engines.test_unanswered import Fake
 from workers.engines import checkpoint as checkpoint_module
@@ -45,10 +45,10 @@ def from_disk(read: Callable[[], object]) -> int:
     return so_far() - before
 
 
-def loadable(kind: str, folder: Path, version: str = "0.5.23") -> Fake:
+def loadable(kind: str, folder: Path) -> Fake:
     """A server that was launched from the folder, below which is a checkpoint of its model."""
     shutil.copy(save_tensor(folder / "step_7") / "model.safetensors", folder)
-    return Fake(kind, folder, version)
+    return Fake(kind, folder)
 
 
 # --- reading ahead ----------------------------------------------------------------------------------------------------
@@ -133,18 +133,31 @@ async def test_the_counters_are_not_read_right_after_a_call(kind: str, tmp_path:
 NOT_FLUSHED: Final = "Weights were updated, but the cache was not flushed because requests are still running or queued."
 
 
+def sglang(folder: Path, version: str = "0.5.23", device: str = "cpu") -> Fake:
+    """A server that was launched on that device."""
+    fake = loadable("sglang", folder)
+    told = {"version": version, "device": device, "random_seed": 1, "tp_size": 1}
+    fake.answers = {"/server_info": (200, {**told, "model_path": str(folder), "load_format": "auto"})}
+    return fake
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("version", "answers", "flushes"),
-    [("0.5.23", {}, 0), ("0.5.21", {}, 1), ("0.5.23", {"/update_weights_from_disk": (400, NOT_FLUSHED)}, 1)],
-    ids=["flushed", "would die", "refused"],
+    ("version", "device", "answers", "flushes"),
+    [
+        ("0.5.23", "cpu", {}, 0),
+        ("0.5.23", "cuda", {}, 1),
+        ("0.5.21", "cpu", {}, 1),
+        ("0.5.23", "cpu", {"/update_weights_from_disk": (400, NOT_FLUSHED)}, 1),
+    ],
+    ids=["flushed", "may lack memory", "would die", "refused"],
 )
 async def test_a_load_of_sglang_that_has_flushed_is_not_followed_by_another_flush(
-    version: str, answers: dict[str, tuple[int, object]], flushes: int, tmp_path: Path
+    version: str, device: str, answers: dict[str, Reply], flushes: int, tmp_path: Path
 ) -> None:
     """Its own flush, after a load, collects garbage for a third of a second on a CPU, while no token comes."""
-    fake = loadable("sglang", tmp_path, version)
-    fake.answers = dict(answers)
+    fake = sglang(tmp_path, version, device)
+    fake.answers |= answers
     await fake.performs(LOAD, Flush())
     assert fake.posted == ["/update_weights_from_disk", "/update_weight_version", *["/flush_cache"] * flushes]
 
@@ -152,6 +165,6 @@ async def test_a_load_of_sglang_that_has_flushed_is_not_followed_by_another_flus
 @pytest.mark.anyio
 @pytest.mark.parametrize("calls", [(Flush(),), (LOAD, Flush(), Flush()), (LOAD, Pause("keep"), Flush())])
 async def test_any_other_flush_of_sglang_is_made(calls: tuple[EngineCall, ...], tmp_path: Path) -> None:
-    fake = loadable("sglang", tmp_path)
+    fake = sglang(tmp_path)
     await fake.performs(*calls)
     assert fake.posted.count("/flush_cache") == 1

@@ -104,8 +104,8 @@ async def test_the_status_says_whether_the_call_was_begun(status: int, kind: str
 class Fake:
     """A server with all routes of its kind. `answers` replaces what a path answers; None hangs up."""
 
-    def __init__(self, kind: str, tmp_path: Path, version: str = "0.5.23") -> None:
-        self.kind, self.root, self.version = kind, tmp_path, version
+    def __init__(self, kind: str, tmp_path: Path) -> None:
+        self.kind, self.root = kind, tmp_path
         self.answers: dict[str, Reply] = {}
         self.posted: list[str] = []
         routes = SGLANG_ROUTES if kind == "sglang" else VLLM_ROUTES
@@ -123,7 +123,7 @@ class Fake:
             config = {"instance_id": "one", "model_config": {"enable_sleep_mode": True, "model": str(self.root)}}
             return 200, {"vllm_config": config}
         if path == "/server_info":
-            told = {"version": self.version, "random_seed": 1, "enable_memory_saver": True, "tp_size": 1}
+            told = {"version": "0.5.23", "random_seed": 1, "enable_memory_saver": True, "tp_size": 1}
             return 200, {**told, "model_path": str(self.root), "load_format": "auto"}
         return 200, {"version": "0.32.0", "success": True, "is_paused": True}
 

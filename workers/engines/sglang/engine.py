@@ -7,7 +7,8 @@ Where SGLang differs from other engines:
 
 - It dies where others return an error: on a release while requests run, on a resume of what was not released, on a
   load that flushes while requests run (up to 0.5.21), on a profile by stage without a number of steps. The machine
-  prevents most of this. Here, a release comes after a flush that succeeded, and a load flushes from 0.5.22 on.
+  prevents most of this. Here, a release comes after a flush that succeeded, and a load flushes on CPUs only, from
+  0.5.22 on.
 - Health proves nothing: on node ranks above 0 it is 200, and every engine route is 404. `/server_info` is decisive.
 - A second start of a profile is a 200 that discards the first, whichever client started it. Only a start for a later
   forward step reveals whether a session is open. So before each start, the backend sends one for a step that never
@@ -122,20 +123,16 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
             await self._receive(client, launch, call.source, call.manifest)
         else:
             directory = await to_thread.run_sync(self._directory, launch, call)
-            flushes = launch.flushes_in_load  # and collects no garbage, as a flush by itself does: 0.3 s on a CPU
+            flush = launch.flushes_in_load
             try:
                 # Without a format it may fall back to unpickling.
                 await client.call(
-                    "update_weights_from_disk",
-                    model_path=str(directory),
-                    load_format="safetensors",
-                    flush_cache=flushes,
+                    "update_weights_from_disk", model_path=str(directory), load_format="safetensors", flush_cache=flush
                 )
+                self._flushed = flush
             except CallRefused as error:
                 if _NOT_FLUSHED not in error.body:
                     raise
-            else:
-                self._flushed = flushes
         with begun():
             await client.call("update_weight_version", new_version=label_after(call), abort_all_requests=False)
 
