@@ -36,7 +36,7 @@ from tests.engines.soak import FROZEN, FROZEN_PROMPT, UNI, UNI_VARIABLES, Stream
 from workers.machine.state import call_name
 
 ROOT: Final = Path(__file__).parents[2]
-LAYER_BYTES: Final = 25_190_400
+LAYER_BYTES: Final = 22_034_432
 """Of a layer whose hidden size is 1,024, in float32."""
 BESIDE: Final = 4
 """Tokens before and after a sync."""
@@ -184,7 +184,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--each", type=int, default=4, help="loads of each row in each round")
     options = parser.parse_args()
-    size = Size(1024, max(1, options.megabytes * 1_000_000 // LAYER_BYTES), 16, 8) if options.megabytes else SMALL
+    size = Size(1024, max(1, options.megabytes * 1_000_000 // LAYER_BYTES), 16, 2) if options.megabytes else SMALL
     with ExitStack() as open_:
         folder = Path(open_.enter_context(tempfile.TemporaryDirectory(prefix="rolloutctl-pauses-")))
         bench = Bench(options.kind, size, folder, options.cold, open_)
