@@ -1,6 +1,7 @@
 """The one place that calls an engine: it makes the calls that the machine asks for, and observes the engine in between.
 
-Rule 1  Calls never overlap, and the engine is not observed during a call: such an observation belongs to no moment.
+Rule 1  Calls never overlap, and the engine is not observed during a call: such an observation belongs to no moment. It
+        is observed after a call, unless the call succeeded and no observation shows whether it was made.
 Rule 2  A call that has begun is never cancelled, not even when the agent ends: engines hang, or give the late reply to
         the next caller. What follows from a call that takes too long is for the machine to decide. So all of this runs
         in one task behind a shield, which ends when it is told to. A call whose deadline has passed is not begun.
@@ -43,6 +44,7 @@ from schemas.events import (
 from schemas.logs import logger_of
 from schemas.wire import DECODE_ERRORS, encode, event_decoder
 from workers.engine import Engine, EngineView
+from workers.machine.observe import SHOWS_NOTHING
 from workers.machine.progress import is_news, stalls_after
 from workers.machine.state import AgentState
 from workers.traces.node import NodeTraces
@@ -203,10 +205,13 @@ class EngineDriver:
             result = fault_of(error)
         if isinstance(result, Fault):
             self._warn_if_unanswered(perform.call, result)
-        self._report(perform, checked_result(result), await self._observe_effect())
+        result = checked_result(result)
+        self._report(perform, result, await self._observe_effect(perform.call, result))
 
-    async def _observe_effect(self) -> Observation | None:
+    async def _observe_effect(self, call: Call, result: Returned | Fault) -> Observation | None:
         """Observe the engine after a call. No command is late for it, or waits for it unless the call was its own."""
+        if type(call) in SHOWS_NOTHING and isinstance(result, Returned):
+            return None
         state = self._state()
         activity = state.activity
         if activity is None or activity.trigger is None:

@@ -168,12 +168,13 @@ def begin(kind: str, url: str, prompt: str | Sequence[int], tokens: int, model: 
 
 
 class Request(threading.Thread):
-    """One streamed request in flight; `tokens` grows."""
+    """One streamed request in flight; `tokens` grows, and `came` has the time of each answer with some."""
 
     def __init__(self, kind: str, url: str, body: Mapping[str, Any]) -> None:
         super().__init__(daemon=True)
         self._kind, self._url, self._body = kind, url, {**body, "stream": True}
         self.tokens: list[int] = []
+        self.came: list[float] = []
         self._closed = False
         self._error: Exception | None = None
         self.start()
@@ -220,6 +221,7 @@ class Request(threading.Thread):
         return self.tokens
 
     def _take(self, chunk: Mapping[str, Any]) -> None:
+        self.came.append(time.monotonic())
         if self._kind == "sglang":
             self.tokens = chunk["output_ids"]  # all of them so far
         elif chunk["choices"]:
@@ -264,16 +266,18 @@ def environment(kind: str) -> dict[str, str]:
 
 
 class AgentProcess(Process):
-    """`rolloutctl agent` on one node, as a process."""
+    """`rolloutctl agent` on one node, as a process: of this checkout, or of another one."""
 
-    def __init__(self, bus: str, folder: Path, place: str, nnodes: int, *options: str) -> None:
+    def __init__(
+        self, bus: str, folder: Path, place: str, nnodes: int, *options: str, checkout: Path | None = None
+    ) -> None:
         replica, node_rank = place.split(".")
         self.place = place
         where = ["--replica", replica, "--node-rank", node_rank, "--nnodes", str(nnodes)]
         folders = {"--checkpoints": folder, "--traces": folder / "traces", "--state-dir": folder / "state"}
         roots = [str(word) for option in folders.items() for word in option]
         call = [sys.executable, "-m", "controlplane.cli", "agent", "--bus", bus, *where, *roots, *options]
-        super().__init__(call, folder / f"agent-{place}.log")
+        super().__init__(call, folder / f"agent-{place}.log", cwd=checkout)
 
     def end(self) -> int:
         """Send SIGTERM and wait. Returns the exit code."""

@@ -210,6 +210,29 @@ async def test_a_call_whose_deadline_has_passed_is_not_begun() -> None:
     assert engine.calls == [] and engine.observations == 0
 
 
+@pytest.mark.parametrize(
+    ("call", "raises", "observations"), [(Flush(), None, 0), (Flush(), "lost", 1), (Pause("keep"), None, 1)]
+)
+async def test_an_engine_is_not_observed_after_a_call_that_no_observation_shows(
+    call: Call, raises: str | None, observations: int
+) -> None:
+    """It may stand until it was observed. A call that failed may have been the end of it."""
+    engine, seen = Unkind(), list[int]()
+    engine.raises = EngineError(raises) if raises else None
+    state = AgentState(activity=Activity(trigger=command(FLUSH), calls=(call,), call_id=1, deadline_ms=1000))
+
+    def handle(event: Event) -> None:
+        assert isinstance(event, EngineReturned) and (event.observation is not None) == bool(observations)
+        seen.append(engine.observations)
+        made.end()
+
+    made = EngineDriver(engine, engine, None, 1000, lambda: state, handle, lambda: 10, lambda at_ms: None)
+    made.request(Perform(call_id=1, call=call))
+    with anyio.fail_after(10):
+        await made.run()
+    assert seen == [observations]
+
+
 async def test_only_the_call_of_a_command_has_time_for_retries(bus: Bus, engine: Engine, run: Run) -> None:
     given: list[tuple[Call, float]] = []
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -20,6 +21,8 @@ from workers.engines.checkpoint import SourceChecker
 from workers.engines.client import CallRefused, EngineClient, begun, mapping_at
 from workers.engines.observed import EngineKind, Launch, LaunchT, LoRALimits, ObservedEngine, listed_adapters
 
+READ_AHEAD_SHARE: Final = 0.5
+"""Share of the time left to a command for which it reads ahead: a pause comes after that."""
 _OF_THE_ADAPTER: Final = (400, 404, 422)
 """Statuses with which a server turns an adapter away, and serves on."""
 
@@ -52,6 +55,7 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         self._observed: ObservedEngine[LaunchT] = ObservedEngine(
             self.kind, identity, client, unready=None, checkpoints=checkpoints
         )
+        self._called = False  # since the last observation
         self._traces, self._checkpoints, self._digests = traces.resolve(), checkpoints, digests
         self._sources = SourceChecker(checkpoints)
         self._joined: tuple[str | None, str] | None = None  # a launch of the engine, and the broadcast group it is in
@@ -60,12 +64,14 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         await self._observed.open()
 
     async def observe(self) -> Observation:
-        return await self._observed.observe()
+        called, self._called = self._called, False  # the engine may be paused until this observation is made
+        return await self._observed.observe(counters=not called)
 
     async def close(self) -> None:
         await self._observed.close()
 
     async def _attached(self) -> tuple[EngineClient, LaunchT]:
+        self._called = True
         try:
             launch = await self._observed.current_launch(self._client) if self._client is not None else None
         except (EngineError, ConfigError) as error:
@@ -82,8 +88,9 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         read_layout(Path(call.directory))
         return Path(call.directory)
 
-    async def _check_source(self, launch: LaunchT, call: CheckSource) -> None:
-        await to_thread.run_sync(self._sources.check, call.source, call.manifest, launch.model, self._identity)
+    async def _check_source(self, launch: LaunchT, call: CheckSource, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s * READ_AHEAD_SHARE
+        await to_thread.run_sync(self._sources.check, call.source, call.manifest, launch.model, self._identity, until)
 
     async def _loaded(self, client: EngineClient, launch: LaunchT, call: Load | Restore) -> Returned:
         """Return the result of a load, with a digest of the checksums that the engine computes over its own tensors.

@@ -19,6 +19,7 @@ from schemas.safetensors.format import TensorPlace, TensorSpec, find_tensors, re
 from schemas.safetensors.manifest import check_layout, check_tensors, require_same_model
 from schemas.safetensors.paths import resolve_below
 from schemas.safetensors.reading import FileState, file_states
+from workers.engines.page_cache import read_ahead
 
 CLOCK_NS: Final = 20_000_000
 """More than the resolution of a file system's clock (10 ms at most): two writes within that time can look like one."""
@@ -79,8 +80,10 @@ class SourceChecker:
         self._checked: _Checked | None = None
         self._adapters: dict[Path, _Checked] = {}
 
-    def check(self, source: EngineSource, manifest: Manifest | None, model: str | None, identity: Identity) -> None:
-        """Check that the engine may load the source. Raises CheckpointError.
+    def check(
+        self, source: EngineSource, manifest: Manifest | None, model: str | None, identity: Identity, until: float
+    ) -> None:
+        """Check that the engine may load the source, and read ahead what it will load. Raises CheckpointError.
 
         Args:
             source: Where the weights are.
@@ -89,9 +92,12 @@ class SourceChecker:
                 can't read it (a name on a hub), only a manifest reveals a wrong model: a checkpoint then needs one, and
                 nothing can be broadcast.
             identity: The place of this agent.
+            until: When to stop reading ahead, by `time.monotonic()`.
         """
         if isinstance(source, Checkpoint):
-            self.checked_directory(source, manifest, model)
+            directory = self.checked_directory(source, manifest, model)
+            if manifest is None or manifest.content is None:  # for a digest it was all read just now
+                read_ahead(directory, until)
         else:
             self.checked_layout(source, manifest, model, identity)
 

@@ -123,7 +123,8 @@ class ObservedEngine(Generic[LaunchT]):
         with suppress(EngineError), move_on_after(FIRST_ANSWER_S):
             await self.current_launch(self._reader)
 
-    async def observe(self) -> Observation:
+    async def observe(self, *, counters: bool = True) -> Observation:
+        """Read the engine's state. Without the counters it takes half the time."""
         kind, reader = self._kind.name, self._reader
         if reader is None:
             return Observation(engine=kind, tokenizer="absent")
@@ -131,11 +132,11 @@ class ObservedEngine(Generic[LaunchT]):
             launch = await self.current_launch(reader)
             if launch is None:
                 return Observation(engine=kind, tokenizer="absent", trouble=self._no_front_end(reader))
-            generating, asleep, label, counters, adapters = await at_once(
+            generating, asleep, label, counted, adapters = await at_once(
                 lambda: self._generating(reader, launch),
                 lambda: self._read(reader, launch, "is_sleeping"),
                 lambda: self._read(reader, launch, "get_weight_version"),
-                lambda: self._count(reader, launch),
+                lambda: self._count(reader, launch, wanted=counters),
                 lambda: self._adapters(reader, launch),
             )
         except ConfigError as error:
@@ -154,8 +155,8 @@ class ObservedEngine(Generic[LaunchT]):
             asleep=frozenset() if asleep is False else None,
             version=version_of(label),
             label=label[:LABEL_MAX] if isinstance(label, str) else None,
-            running=counters.running,
-            generated=counters.generated,
+            running=counted.running,
+            generated=counted.generated,
             remedies=Remedies(idempotent=self._kind.idempotent, launched_from=self._launched_from),
             recomputes=launch.recomputes,
             adapters=adapters,
@@ -199,9 +200,9 @@ class ObservedEngine(Generic[LaunchT]):
     async def _read(self, reader: EngineReader, launch: LaunchT, method: str) -> object:
         return await reader.read(method) if method in launch.methods else None
 
-    async def _count(self, reader: EngineReader, launch: LaunchT) -> Counters:
+    async def _count(self, reader: EngineReader, launch: LaunchT, *, wanted: bool) -> Counters:
         """Read the engine's counters, if it has any. A server without metrics is asked once for each launch."""
-        if not self._counts:
+        if not self._counts or not wanted:
             return Counters()
         try:
             text = await self._read(reader, launch, "get_metrics")

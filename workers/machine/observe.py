@@ -44,7 +44,7 @@ from workers.machine.weights import as_committed, differs, label_of
 
 _LOADS: Final = (Load, Restore, AwaitPush)
 _REFUSALS: Final = ("source_refused", "unsupported", "refused")
-_SHOWS_NOTHING: Final = frozenset({Flush, Abort, CheckSource, CheckAdapter, CheckProfile, CollectTraces, FinishProfile})
+SHOWS_NOTHING: Final = frozenset({Flush, Abort, CheckSource, CheckAdapter, CheckProfile, CollectTraces, FinishProfile})
 """Calls of which no observation shows whether they were made."""
 
 
@@ -217,7 +217,7 @@ def apply_result(
         return after, Failed(ErrorKind.ENGINE_ERROR, with_engine_state(message, after))
     if observation is None:
         return _unshown(called, call), None
-    if type(call) in _SHOWS_NOTHING:
+    if type(call) in SHOWS_NOTHING:
         return apply_observation(called, observation), None
     failure = contradiction(call, result, observation)
     after = apply_observation(called, observation)
