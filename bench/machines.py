@@ -4,8 +4,9 @@
 
 `agent skipping` is a node rank 1 that skips every command; `agent acting` a primary whose engine is called for each
 (two decisions a command: one begins the call, one ends it). `coordinator` counts each answer of 64 agents as one.
-`replay` reads a log of those decisions back from its file, folds both machines over it and compares the effects. Each
-is the fastest of several passes over the same events.
+`samples` are tokens whose provenance is asked and judged, in sequences of 100 that two of 64 known versions made, each
+held by 64 replicas. `replay` reads a log of those decisions back from its file, folds both machines over it and
+compares the effects. Each is the fastest of several passes over the same events.
 
 The floors beside them decide nothing. That of an agent builds what a decision returns (an answer or a call, and the
 next state); that of a replay decodes each event and encodes its effects, without a file.
@@ -29,6 +30,7 @@ from bench import tables
 from bench.tables import Row
 from controlplane.cli.replay_log import replay_log
 from controlplane.machine import coordinator
+from controlplane.machine.coordinator_state import LoadedWeights
 from controlplane.machine.events import (
     AnswersReceived,
     CoordinatorEvent,
@@ -43,11 +45,14 @@ from controlplane.machine.events import (
     SyncRequested,
     TimerFired,
 )
+from controlplane.machine.fleet_view import FleetView
+from controlplane.machine.provenance import accepts
 from controlplane.machine.status import fleet_status
 from controlplane.record.log import RunLog
+from controlplane.samples import SampleCounts
 from schemas.agent_status import AgentStatus
 from schemas.commands import Checkpoint, EngineCommand, Target
-from schemas.desired import Desired
+from schemas.desired import Committed, Desired
 from schemas.events import (
     Answer,
     CommandReceived,
@@ -78,6 +83,7 @@ FLUSH = EngineCommand(operation="flush")
 DONE = Acted(calls=("flush",))
 SKIPPED = Skipped(Reason.NOT_PRIMARY)
 PASSES = 5
+VERSIONS = 64
 
 
 def joined(node_rank: int) -> tuple[machine.AgentState, list[Event]]:
@@ -269,6 +275,25 @@ def sync_decisions(fleet: Fleet, state: coordinator.CoordinatorState) -> list[fl
     return costs
 
 
+def samples(sequences: int) -> float:
+    """Return the tokens a second whose versions are looked up and judged."""
+    loaded = tuple(
+        LoadedWeights(Committed(version, Checkpoint(f"v{version}"), None), committed=True, holders=tuple(range(AGENTS)))
+        for version in range(1, VERSIONS + 1)
+    )
+    view = FleetView(coordinator.CoordinatorState(loaded=loaded))
+    ends = ((VERSIONS - 1, 0, 60), (VERSIONS, 60, 100))
+    spans = [{"version": str(version), "start": begin, "end": end} for version, begin, end in ends]
+    answers = [{"meta_info": {"weight_versions": spans, "completion_tokens": 100}}] * sequences
+    counts = SampleCounts()
+
+    def judge() -> None:
+        for number, sample in enumerate(view.provenance(answers, replica=AGENTS // 2)):
+            counts.add(sample, accepted=bool(accepts(sample, max_staleness=number % 2)))
+
+    return 100 * sequences / (smallest(judge) / 1e6)
+
+
 def replaying(agents: list[list[Event]], events: list[CoordinatorEvent]) -> tuple[float, float, int]:
     """Return the records a second of a replay, from the file to the comparison; of its floor; and their number."""
     with tempfile.TemporaryDirectory() as folder:
@@ -333,6 +358,7 @@ def main() -> None:
     replayed, least, records = replaying([primary + acting, second + skipping], events)
     rows += [
         {"what": "coordinator", "per_second": round(answers)},
+        {"what": "samples", "per_second": round(samples(options.decisions // 20))},
         {"what": "replay", "per_second": round(replayed), "records": records},
         {"what": "replay, floor", "per_second": round(least), "records": records},
     ]

@@ -124,7 +124,7 @@ def process_aims() -> Iterator[Aim]:
     """What a trainer and an agent feel."""
     what = "`publish` in the trainer's thread, 64 real agents, median"
     yield Aim(what, "{:.0f} µs", 50, field("p50_us", 1, "trainer", what="publish"))
-    what = "a command to 64 agents beside a loop in python, `switch_interval_us=500`, median"
+    what = "a command to 64 agents beside a loop in python, switch interval 0.5 ms, median"
     latency = {"what": "latency", "loop": "python", "agents": 64, "switch_ms": 0.5}
     yield Aim(what, "{:.1f} ms", 20, field("p50_us", 1e-3, "trainer", **latency))
     for loop in ("python", "torch"):

@@ -11,8 +11,7 @@ nor could have run; time in which another program had its core is not counted wh
 is at most what the bus's thread takes. Quotients of whole blocks with and without a bus differ by more than that.
 
 A latency is the time of a command from `publish` to its report while the loop goes on. The bus's thread gets the GIL
-after at most a switch interval (`sys.setswitchinterval`), several times for each command: with `switch_interval_us` of
-BusConfig, a short one while the command is open.
+after at most a switch interval (`sys.setswitchinterval`), several times for each command.
 """
 
 import argparse
@@ -36,7 +35,6 @@ from bench.tables import Row
 from controlplane import ControlPlane
 from controlplane.tickets import Ticket
 from schemas.commands import EngineCommand
-from schemas.config import BusConfig
 from schemas.reports import Report
 
 Step = Callable[[], object]
@@ -78,7 +76,7 @@ STEPS: dict[str, Callable[[], Step]] = {"python": lambda: python_step, "torch": 
 
 
 @contextmanager
-def bus(agents: int, config: BusConfig | None = None) -> Iterator[ControlPlane]:
+def bus(agents: int) -> Iterator[ControlPlane]:
     """A bus on one core, that light speakers on the other have joined; this thread then runs on theirs."""
     core, other_core = two_cores()
     cores = os.sched_getaffinity(0)
@@ -86,7 +84,7 @@ def bus(agents: int, config: BusConfig | None = None) -> Iterator[ControlPlane]:
     try:
         with (
             tempfile.TemporaryDirectory() as folder,
-            ControlPlane("tcp://127.0.0.1:0", log=Path(folder) / "run.db", config=config) as plane,
+            ControlPlane("tcp://127.0.0.1:0", log=Path(folder) / "run.db") as plane,
             spawned(plane.address, agents, *(["--core", str(core)] if core is not None else [])) as child,
         ):
             ready = plane.wait_for_agents(agents)
@@ -217,9 +215,11 @@ def main() -> None:
     loops, rows = options.loops.split(","), [publishing(options.real, options.commands)]
     usual_us = round(1e6 * sys.getswitchinterval())
     for agents in (1, options.real):
-        for switch_us, config in ((usual_us, None), (SHORT_US, BusConfig(switch_interval_us=SHORT_US))):
-            with bus(agents, config) as plane:
+        for switch_us in (usual_us, SHORT_US):
+            sys.setswitchinterval(switch_us / 1e6)
+            with bus(agents) as plane:
                 rows += [latency(plane, loop, agents, switch_us, options.latencies) for loop in loops]
+    sys.setswitchinterval(usual_us / 1e6)
     with bus(options.agents) as plane:
         for loop in loops:
             rows += [waiting(plane, loop, options.agents, beside, options.seconds) for beside in ("idle", "commands")]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from controlplane.bus.bus import Bus
 from controlplane.tickets import Ticket
-from schemas.commands import EngineCommand, ProfileCommand, ProfilePlan, Target
+from schemas.commands import Drain, EngineCommand, ProfileCommand, ProfilePlan, Target
 from schemas.config import milliseconds
 from schemas.identity import InFlight, Tag
 from schemas.profiler.config import ProfilerConfig
@@ -99,6 +99,23 @@ class EngineCommands(ABC):
     def abort_requests(self, *, replicas: Replicas = None, timeout: float = 30.0) -> Ticket[Report]:
         """Abort all running requests."""
         return self.publish(EngineCommand(operation="abort"), replicas, timeout)
+
+    def drain(self, *replicas: int, grace: float = 30.0) -> Ticket[Report]:
+        """Take replicas out of the fleet in good order, and retire them: their agents end, and servers that those have
+        launched.
+
+        At once `serving` and routers leave them out, and no sync waits for them or names them, also one that is open.
+        An engine that says how many requests it runs is awaited until there are none.
+
+        Args:
+            replicas: By index.
+            grace: Seconds that running requests may go on. Those that are left are aborted.
+
+        Raises:
+            CommandError: From the ticket. The run has no such replica, or it leaves already; nothing was drained.
+        """
+        command = Drain(grace_ms=milliseconds(grace) if grace else 0)
+        return self.bus.publish(command, target_of(replicas), command.timeout_ms)
 
     def start_profile(
         self,

@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Final
+from typing import Final, get_args
 
 from prometheus_client import Counter as Counted
 from prometheus_client import Histogram
@@ -26,16 +26,16 @@ from controlplane.machine.coordinator import LOGIC
 from controlplane.machine.coordinator_state import CoordinatorState
 from controlplane.machine.replicas import is_primary, proven_replicas, quarantined_replicas, syncing_replicas
 from controlplane.plane import ControlPlane
-from schemas.commands import Target, WeightSync
+from schemas.commands import SyncPhase, Target, WeightSync
 from schemas.formatting import command_kind, kind_and_reason
 from schemas.identity import ROLLOUT
 from schemas.reports import Report, SyncReport
 from schemas.transport.exposition import Sample, Table, TableCollector
 
 AGENT_STATES: Final = ("joining", "live", "gone", "left")
-PHASES: Final = ("prepare", "load", "commit", "abort")
+PHASES: Final = get_args(SyncPhase)
 KINDS: Final = (
-    *("pause", "resume", "sleep", "wake", "flush", "abort", "epoch_start"),
+    *("pause", "resume", "sleep", "wake", "flush", "abort", "drain", "epoch_start"),
     *("profile_start", "profile_stop", "profile_collect", "profile_check", "profile_finish"),
     *("adapter_prepare", "adapter_load", "adapter_commit", "adapter_abort", "adapter_drop"),
 )
@@ -57,6 +57,7 @@ READ: Final[Table] = {
     "rolloutctl_agents": ("Agents that the run knows.", ("role", "state")),
     "rolloutctl_replicas_known": ("Replicas that weight syncs are for.", ()),
     "rolloutctl_replicas_serving": ("Those that are proven to serve.", ()),
+    "rolloutctl_replicas_draining": ("Those that leave the fleet, and count as none of the others.", ()),
     "rolloutctl_replicas_unproven": ("Those that are not proven to hold their committed weights.", ()),
     "rolloutctl_replica_serving": ("1 if the replica is proven to serve.", ("replica",)),
     "rolloutctl_replica_version": ("Version that the replica holds, as last reported or proven.", ("replica",)),
@@ -233,6 +234,7 @@ def _read_replicas(state: CoordinatorState, bus: Bus) -> Iterator[Sample]:
     yield "rolloutctl_committed_version", (), committed
     yield "rolloutctl_replicas_known", (), len(syncing)
     yield "rolloutctl_replicas_serving", (), len(serving)
+    yield "rolloutctl_replicas_draining", (), len(state.draining)
     yield "rolloutctl_replicas_unproven", (), len(unproven)
     silence_us: dict[int, int] = {}
     for member in state.members.values():

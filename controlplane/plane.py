@@ -17,7 +17,7 @@ from anyio import CancelScope, to_thread
 
 from controlplane.bus.bus import Bus
 from controlplane.bus.key_folder import KeyFolder
-from controlplane.bus.thread import BusThread
+from controlplane.bus.thread import COPY_OPEN_S, BusThread
 from controlplane.engine_commands import EngineCommands, Replicas, target_of
 from controlplane.machine.events import OnUnreachable
 from controlplane.machine.fleet_view import FleetView
@@ -39,7 +39,7 @@ from schemas.commands import (
     durable_source,
 )
 from schemas.config import BusConfig, milliseconds, within_bounds
-from schemas.errors import BusClosed, BusFaulted, ConfigError
+from schemas.errors import BusAddressError, BusClosed, BusFaulted, ConfigError
 from schemas.formatting import escape_html
 from schemas.identity import TIME_MAX_MS, Identity, InFlight
 from schemas.logs import logger_of
@@ -48,6 +48,7 @@ from schemas.reports import AdapterStatus, FleetStatus, Report, SyncReport
 from schemas.safetensors.manifest import build_manifest, read_checkpoint
 from schemas.safetensors.paths import resolve_below
 from schemas.storage.filesystems import network_type
+from schemas.transport.addresses import write_address
 from schemas.transport.keys import KEYS_VARIABLE
 from schemas.transport.sockets import Context
 
@@ -70,10 +71,12 @@ class ControlPlane(EngineCommands):
 
     Args:
         address: Where agents connect, e.g. tcp://127.0.0.1:5555. Port 0 lets the system choose; see `.address`.
-        log: File of the run's log. Must be on a local disk.
-        run: What to do with the log. `"new"`: begin a run, and keep the log of an earlier one beside it, as
-            `run.<its id>.db`. `"resume"`: continue the run in it, which must exist. Anything else is an id, of a new
-            run or of the one that the log must be of. None: continue the run if there is one, and warn, or begin one.
+        log: File of the run's log. Must be on a local disk; `log_copy` of BusConfig is for a run that may go on on
+            another machine.
+        run: What to do with the log. `"auto"`, which fits every start: continue the run in it if there is one, else
+            begin one. `"new"`: begin a run, and keep the log of an earlier one beside it, as `run.<its id>.db`.
+            `"resume"`: continue the run in it, which must exist. Anything else is an id, of a new run or of the one
+            that the log must be of. None: as `"auto"`, with a warning where a run is continued.
         config: Intervals and limits of the bus.
         profiler: Which steps `step` profiles, and how.
         checkpoints: Directory that checkpoint paths are relative to on this machine. Each agent is configured with
@@ -117,29 +120,44 @@ class ControlPlane(EngineCommands):
     # --- lifetime -----------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Open the log and start the bus. Blocks for some milliseconds, and for half a minute at most."""
+        """Open the log and start the bus. Blocks for some milliseconds, and for half a minute at most.
+
+        With a copy of the log it blocks for 10 s after a life that was killed, and for five minutes at most.
+        """
         if self._opened is not None:
             raise ConfigError("this control plane is already open: create one object for each life of a bus")
         reads = f"the log {self._log}" + (f" or the keys in {self._keys.path}" if self._keys is not None else "")
-        thread = BusThread(self._make_bus, self._owner or threading.current_thread(), reads)
+        limit_s = COPY_OPEN_S if self._config.log_copy is not None else None
+        thread = BusThread(self._make_bus, self._owner or threading.current_thread(), reads, limit_s)
         self._bus = thread.start()
         self._opened = thread
+        if self._config.address_file is not None:
+            try:
+                write_address(Path(self._config.address_file), self._bus.address)
+            except BusAddressError:
+                self.close()
+                raise
 
     def _make_bus(self) -> Bus:
         config = self._config
         log = RunLog.open(
-            self._log, self._run, config.durability, bytes_max=config.log_bytes_max, age_max_s=config.log_age_max_s
+            self._log,
+            self._run,
+            config.durability,
+            bytes_max=config.log_bytes_max,
+            age_max_s=config.log_age_max_s,
+            copy=config.log_copy,
         )
         with ExitStack() as stack:
             stack.callback(log.close)
             if filesystem := network_type(Path(self._log)):
                 logger.warning(
                     "the log %s is on a network file system (%s): each group is written more slowly, and others should "
-                    "read it on this machine only. A local disk is better",
+                    "read it on this machine only. A local disk is better, with `log_copy` for a run that moves",
                     *(self._log, filesystem),
                 )
             if log.continues and self._run is None:
-                logger.warning('%s. run="resume" says that this is meant', log.continues)
+                logger.warning('%s. run="auto" says that this is meant', log.continues)
             bus = Bus(
                 self._address,
                 log,
@@ -247,6 +265,13 @@ class ControlPlane(EngineCommands):
             BusFaulted, BusClosed: It has stopped.
         """
         return self.bus.view().serving
+
+    def endpoints(self) -> dict[int, str]:
+        """Return where the servers are of the replicas that serve at this moment, as their agents say (`--url`).
+
+        As exact as `serving`, and raises the same. A replica whose agent names no server is not in it.
+        """
+        return self.bus.view().endpoints
 
     def view(self) -> FleetView:
         """Return what is known of the fleet at this moment, for a trainer's door.
@@ -369,7 +394,7 @@ class ControlPlane(EngineCommands):
         Args:
             version: Larger than any committed before, and not one that was used for other weights: once replicas were
                 told to load it, it stands for this source and manifest. None for the next of the run, one more than the
-                newest that was ever requested; the report says which.
+                newest that was ever requested; `version` of the ticket says which, at once.
             source: Where the weights are. A path is a directory of safetensors files below `checkpoints`, the same as
                 `Checkpoint(path)`.
             manifest: What the source must hold; None to read it from the headers of the files on this machine.
@@ -436,7 +461,7 @@ class ControlPlane(EngineCommands):
             name: Of the adapter.
             version: Larger than any committed before; None for the next of this adapter.
             path: Directory of the files, as PEFT writes them, below `checkpoints`. No other version may have it, now or
-                later: engines read it again. `oldest_adapter` says when it can be deleted.
+                later: engines read it again. `needed_checkpoints` says when it can be deleted.
             base: Version of the base weights that it belongs to; None for any.
             keep: How many versions replicas hold afterwards, the newest included: one more than the steps by which the
                 trainer lets a sample be late. An older one is unloaded once no request runs on it.
@@ -498,6 +523,18 @@ class ControlPlane(EngineCommands):
         """
         return self.bus.view().oldest_adapter(name)
 
+    def needed_checkpoints(self) -> frozenset[str]:
+        """Return the directories that a replica may still have to read: all others that were synced can be deleted.
+
+        They are those of weights and adapters, as they were given, of earlier lives of the trainer too. A replica that
+        is away comes back to the version that was committed for it, also if later syncs did not name it. During a sync,
+        replicas may go back to that version. `retire` a replica that does not come back.
+
+        Raises:
+            BusFaulted, BusClosed: The bus has stopped.
+        """
+        return self.bus.view().needed_checkpoints
+
     def _checked_source(
         self, source: Source | str | Path, manifest: Manifest | None, content: bool
     ) -> tuple[Source, Manifest | None]:
@@ -524,17 +561,6 @@ class ControlPlane(EngineCommands):
         self._record_samples()
         self._step = max(0, global_step)
         return Step(self._profiling, global_step)
-
-    def oldest_version(self) -> int:
-        """Return the oldest version that a replica may still have to load: checkpoints of older ones can be deleted.
-
-        A replica that is away comes back to the version that was committed for it, also if later syncs did not name it.
-        During a sync, replicas may go back to that version. `retire` a replica that does not come back.
-
-        Raises:
-            BusFaulted, BusClosed: The bus has stopped.
-        """
-        return self.bus.view().oldest_version
 
     def begin_step(self, global_step: int) -> None:
         """Begin a training step, for a trainer whose steps are callbacks. Waits as `with plane.step(n):` does.

@@ -7,7 +7,7 @@ from controlplane.machine.events import Proof, SampleCount
 from controlplane.machine.provenance import Provenance, TokenSpan
 
 KINDS_MAX: Final = 256
-"""Kinds of samples in one record. Tokens of others count as of an unknown version."""
+"""Kinds of samples in one record. Of others the versions are not told apart; beyond twice as many, nor how stale."""
 _Kind = tuple[str, int | None, int | None, Proof, bool]
 
 
@@ -33,7 +33,9 @@ class SampleCounts:
 
     def _kind(self, adapter: str, span: TokenSpan, accepted: bool) -> _Kind:
         kind: _Kind = (adapter, span.version, span.staleness, span.proof, accepted)
-        return kind if kind in self._counts or len(self._counts) < KINDS_MAX else ("", None, None, "unknown", accepted)
+        for room, other in ((KINDS_MAX, ("", None, *kind[2:])), (2 * KINDS_MAX, ("", None, None, *kind[3:]))):
+            kind = kind if kind in self._counts or len(self._counts) < room else other
+        return kind
 
     def take(self) -> tuple[SampleCount, ...]:
         """Return the counts, and begin from nothing again."""

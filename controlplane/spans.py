@@ -12,7 +12,6 @@ from typing import Final
 from opentelemetry.context import Context, get_current
 from opentelemetry.trace import Span, Status, StatusCode, TracerProvider, get_tracer, set_span_in_context
 
-from controlplane.bus.callers import Request
 from controlplane.machine import events
 from controlplane.plane import ControlPlane
 from schemas.commands import AdapterSync, ProfileCommand, WeightSync, sync_key
@@ -50,7 +49,7 @@ class _Spans:
         self._syncs: dict[str, Span] = {}  # the newest of each adapter; of base weights under ""
         self._session: tuple[int, Span] | None = None  # by step: the profiling session that is open
 
-    def note_order(self, order: Request) -> None:
+    def note_order(self, order: events.CallerEvent) -> None:
         """Take note of the caller's context."""
         profiles = isinstance(order, events.Issued) and isinstance(order.command, ProfileCommand)
         if isinstance(order, events.SyncRequested) or profiles:

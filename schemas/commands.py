@@ -5,12 +5,13 @@ On the wire a command is a tagged map. A tag never changes its meaning, and a ne
 `failed(unsupported)`.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
 from schemas.identity import (
     ROLLOUT,
+    TIME_MAX_MS,
     AdapterName,
     Count,
     Identity,
@@ -25,6 +26,9 @@ from schemas.identity import (
 
 RelativePath = Annotated[str, Meta(max_length=512)]
 """A path below a root that each agent configures. An agent refuses absolute paths and `..`."""
+DRAIN_MARGIN_MS: Final = 15_000
+"""Time beyond the grace of a drain in which its replicas abort what still runs, and answer."""
+Grace = Annotated[int, Meta(ge=0, le=TIME_MAX_MS - DRAIN_MARGIN_MS)]
 
 
 class Window(Struct, frozen=True, omit_defaults=True):
@@ -273,6 +277,12 @@ class AdapterVersion(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return f"{self.name}-v{self.version}"
 
 
+def split_model(model: str) -> tuple[str, str]:
+    """Return the adapter and the version that an engine's name stands for; both empty if it is of no version."""
+    name, _, version = model.rpartition("-v")
+    return (name, version) if name and version.isdecimal() else ("", "")
+
+
 class AdapterRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a sync of an adapter is asked with, beside its directory and version.
 
@@ -328,6 +338,10 @@ class ProfileCommand(Struct, frozen=True, kw_only=True, tag="profile", omit_defa
         return self.plan if role == ROLLOUT else self.roles.get(role)
 
 
+SyncPhase = Literal["prepare", "load", "commit", "abort"]
+"""A sync prepares, loads, and then commits or aborts."""
+
+
 class WeightSync(Struct, frozen=True, kw_only=True, tag="weights", omit_defaults=True):
     """One phase of a weight sync. The coordinator issues the phases in order: prepare, load, then commit or abort.
 
@@ -342,7 +356,7 @@ class WeightSync(Struct, frozen=True, kw_only=True, tag="weights", omit_defaults
             paused until a later commit without them in this set, an abort of this sync, or a restart of their agent.
     """
 
-    phase: Literal["prepare", "load", "commit", "abort"]
+    phase: SyncPhase
     version: Positive
     source: Source | None = None
     manifest: Manifest | None = None
@@ -368,7 +382,7 @@ class AdapterSync(Struct, frozen=True, kw_only=True, tag="adapter", omit_default
         keep: On `commit`: how many versions replicas hold from then on, the newest included.
     """
 
-    phase: Literal["prepare", "load", "commit", "abort"]
+    phase: SyncPhase
     adapter: AdapterVersion
     keep: Positive = 2
 
@@ -406,7 +420,24 @@ class EpochStart(Struct, frozen=True, kw_only=True, tag="epoch_start"):
     logic: Positive
 
 
-Command = ProfileCommand | WeightSync | AdapterSync | AdapterDrop | EngineCommand | EpochStart
+class Drain(Struct, frozen=True, kw_only=True, tag="drain"):
+    """Leave the fleet: running requests may end, the rest are aborted, and then the engine stays paused.
+
+    The targeted replicas take part in no later command, and are retired once they have answered this one.
+
+    Attributes:
+        grace_ms: How long running requests may go on, counted from receipt.
+    """
+
+    grace_ms: Grace
+
+    @property
+    def timeout_ms(self) -> int:
+        """Until when replicas that have not answered are retired all the same."""
+        return self.grace_ms + DRAIN_MARGIN_MS
+
+
+Command = ProfileCommand | WeightSync | AdapterSync | AdapterDrop | EngineCommand | Drain | EpochStart
 
 
 class UnknownCommand(Struct, frozen=True, tag="unknown", omit_defaults=True):

@@ -50,11 +50,12 @@ class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         agents_max: Places in the fleet, of agents that are there or gone. An agent at a further place is turned away.
         durability: `disk` flushes a group of records to the disk before it is published; `os` leaves that to the
             operating system, so a power cut may lose the last groups.
-        switch_interval_us: Switch interval of the interpreter (`sys.setswitchinterval`) while a command of the trainer
-            is open, for a trainer that computes in pure Python: each wake-up of the bus waits for one. It is of the
-            whole process, and is what it was before as soon as no command is open. None leaves it alone.
         log_bytes_max: Size to which the log is kept, about: its oldest records are dropped. None keeps all.
         log_age_max_s: Age from which records are dropped, about. None keeps all.
+        log_copy: Folder, which other machines share, of a live copy of the log. A command is published once it is there
+            too. A bus that opens with the same folder, on any machine, goes on with the run where the copy ends.
+        address_file: File that the bus writes its address to once it is open, for agents and operators whose `--bus`
+            names the file. They read it again whenever their bus does not answer.
         observe: This bus observes a run that another trainer drives: it lets in observing agents only. None for a bus
             that commands.
     """
@@ -70,9 +71,10 @@ class BusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     publish_port: Port | None = None
     agents_max: _Kept = 8_192
     durability: Literal["disk", "os"] = "os"
-    switch_interval_us: Annotated[int, Meta(ge=10, le=1_000_000)] | None = None
     log_bytes_max: Annotated[int, Meta(ge=1 << 20, le=1 << 50)] | None = None
     log_age_max_s: Annotated[int, Meta(ge=60, le=1 << 32)] | None = None
+    log_copy: str | None = None
+    address_file: str | None = None
     observe: ObservePolicy | None = None
 
 
@@ -91,6 +93,8 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             wake commands are `failed(unsupported)`. While the memory is released, the agent makes no call that was not
             commanded, and the replica stays ready. The trainer takes it back before it commits.
         wedged_after_s: An engine whose running requests produce no token for this long is not ready.
+        rejoin: Take up the agent's place again if it was retired before this process began. The replica begins as a new
+            one does.
     """
 
     hello_retry_ms: _Interval = 200
@@ -101,6 +105,7 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     on_lost_bus: OnLostBus = "serve"
     memory: Memory = "agent"
     wedged_after_s: Annotated[int, Meta(ge=1, le=TIME_MAX_MS // 1000)] = 300
+    rejoin: bool = False
 
 
 T = TypeVar("T", bound=Struct)

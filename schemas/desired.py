@@ -16,6 +16,7 @@ from schemas.commands import (
     AdapterSync,
     AdapterVersion,
     Command,
+    Drain,
     EngineCommand,
     EpochStart,
     Manifest,
@@ -86,6 +87,7 @@ class Desired(Struct, frozen=True, kw_only=True, omit_defaults=True):
             go back to: after an abort it stays paused until its trainer syncs again.
         fallback: Those weights, once that trainer is lost: a replica that has them may serve them until the first
             commit.
+        draining: The replica leaves the fleet, and is retired soon. Nothing changes what is desired of it any more.
     """
 
     generation: Literal["running", "paused"] = "running"
@@ -99,6 +101,7 @@ class Desired(Struct, frozen=True, kw_only=True, omit_defaults=True):
     uncommitted: Committed | None = None
     fallback: Committed | None = None
     adapters: Mapping[str, Adapter] = {}
+    draining: bool = False
 
     @property
     def version(self) -> int:
@@ -108,7 +111,8 @@ class Desired(Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def serving(self) -> bool:
         """Whether an engine in this state may generate."""
-        return self.generation == "running" and not self.asleep and self.sync is None and self.quarantined == 0
+        stopped = self.asleep or self.quarantined or self.draining
+        return self.generation == "running" and self.sync is None and not stopped
 
 
 def orphaned(desired: Desired) -> Desired:
@@ -121,7 +125,7 @@ def orphaned(desired: Desired) -> Desired:
     lifted, uncommitted = desired.quarantined > desired.version, desired.uncommitted
     loading = any(adapter.loading for adapter in desired.adapters.values())
     idle = desired.profile is None and desired.sync is None and uncommitted is None and not loading
-    if desired.generation == "running" and idle and not lifted:
+    if desired.draining or (desired.generation == "running" and idle and not lifted):
         return desired
     return replace(
         desired,
@@ -154,7 +158,7 @@ def desired_after(desired: Desired, command: Command | UnknownCommand, targeted:
         targeted: Whether the target of the command includes this unit. `EpochStart` applies in any case.
         identity: Any agent of the replica, or the training rank.
     """
-    if identity.mode is OBSERVED:
+    if desired.draining or (identity.mode is OBSERVED and not isinstance(command, Drain)):
         return desired
     if isinstance(command, EngineCommand):  # not a pattern, which takes five times as long
         ignored = not targeted or desired.sync is not None or identity.role != ROLLOUT
@@ -168,6 +172,9 @@ def desired_after(desired: Desired, command: Command | UnknownCommand, targeted:
             return _after_profile(desired, command, identity)
         case WeightSync():
             return desired if identity.role != ROLLOUT else _after_sync(desired, command, identity)
+        case Drain():
+            left = Desired(committed=desired.committed, asleep=desired.asleep, adapters=desired.adapters)
+            return replace(left, generation="paused", draining=True) if identity.role == ROLLOUT else desired
         case AdapterSync() | AdapterDrop():
             return _after_adapter(desired, command) if identity.role == ROLLOUT and identity.syncs else desired
         case UnknownCommand():

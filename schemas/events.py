@@ -14,6 +14,7 @@ from schemas.commands import (
     AdapterVersion,
     Command,
     EngineSource,
+    Grace,
     Manifest,
     ProfilePlan,
     Pushed,
@@ -31,7 +32,6 @@ from schemas.identity import (
     MillisecondsLeft,
     Moment,
     Name,
-    Nanoseconds,
     OnLostBus,
     Operation,
     Positive,
@@ -128,6 +128,15 @@ class AwaitPush(Struct, frozen=True, tag="await_push"):
     version: Positive
     source: Pushed
     manifest: Manifest | None
+
+
+class AwaitIdle(Struct, frozen=True, tag="await_idle"):
+    """Observe the engine until it has run no request for a moment, as it must before its replica leaves the fleet.
+
+    Calls no engine. After `grace_ms`, counted from the receipt of the drain, what still runs is not waited for.
+    """
+
+    grace_ms: Grace
 
 
 class Observe(Struct, frozen=True, tag="observe"):
@@ -243,7 +252,7 @@ EngineCall = (
     | StopProfile
 )
 DiskCall = CollectTraces | FinishProfile
-Call = EngineCall | DiskCall | AwaitPush | Observe
+Call = EngineCall | DiskCall | AwaitPush | AwaitIdle | Observe
 
 # --- the state of the engine ------------------------------------------------------------------------------------------
 
@@ -282,6 +291,7 @@ class Observation(Struct, frozen=True, kw_only=True, omit_defaults=True):
         trouble: Why the engine can't be used from here, in its own words: it refuses the key, say.
         adapters: LoRA adapters that it lists, by the names that it has for them, each with the directory that it was
             loaded from: relative to the checkpoint root, absolute if it lies elsewhere, empty if the engine can't tell.
+        adapter_places: How many adapters it holds at most; None for no limit, or if it does not say.
     """
 
     engine: Name
@@ -300,6 +310,7 @@ class Observation(Struct, frozen=True, kw_only=True, omit_defaults=True):
     recomputes: bool = False
     trouble: Text | None = None
     adapters: Mapping[Name, Text] | None = None
+    adapter_places: Count | None = None
 
 
 class Returned(Struct, frozen=True, kw_only=True, tag="ok", omit_defaults=True):
@@ -445,13 +456,11 @@ class FaultInjected(Struct, frozen=True, kw_only=True, tag="fault"):
     Attributes:
         name: Of the fault in its plan.
         what: What goes wrong.
-        wall_ns: The node's wall clock.
     """
 
     at_ms: Moment
     name: Name
     what: Name
-    wall_ns: Nanoseconds
 
 
 Event = (

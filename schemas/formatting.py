@@ -15,6 +15,7 @@ from schemas.commands import (
     AdapterDrop,
     AdapterSync,
     Command,
+    Drain,
     EngineCommand,
     EpochStart,
     ProfileCommand,
@@ -85,28 +86,34 @@ def without_numbers(text: str) -> str:
 
 def describe(command: Command | UnknownCommand) -> str:
     """Return a command in a few words."""
-    match command:
-        case ProfileCommand():
-            return f"profile {command.action} step {command.step}"
-        case EpochStart():
-            return "epoch start"
-        case WeightSync():
-            return f"weights {command.phase} v{command.version}"
-        case AdapterSync():
-            return f"adapter {command.phase} {command.adapter.model}"
-        case AdapterDrop():
-            return f"adapter drop {command.name}"
-        case EngineCommand():
-            return command.operation
-        case UnknownCommand():
-            return f"unknown command {command.tag}"
-        case _:
-            assert_never(command)
+    return " ".join(_kind_and_object(command)).rstrip()
 
 
 def command_kind(command: Command | UnknownCommand) -> str:
     """Return the kind of a command, by which it is counted: `profile start`, `weights load`, `pause`."""
-    return " ".join(describe(command).split()[:2])
+    return _kind_and_object(command)[0]
+
+
+def _kind_and_object(command: Command | UnknownCommand) -> tuple[str, str]:
+    match command:
+        case ProfileCommand():
+            return f"profile {command.action}", f"step {command.step}"
+        case EpochStart():
+            return "epoch start", ""
+        case WeightSync():
+            return f"weights {command.phase}", f"v{command.version}"
+        case AdapterSync():
+            return f"adapter {command.phase}", command.adapter.model
+        case AdapterDrop():
+            return "adapter drop", command.name
+        case Drain():
+            return "drain", ""
+        case EngineCommand():
+            return command.operation, ""
+        case UnknownCommand():
+            return "unknown command", command.tag
+        case _:
+            assert_never(command)
 
 
 def format_outcome(outcome: Conclusion) -> str:

@@ -43,6 +43,8 @@ Label = Annotated[str, Meta(max_length=200)]
 LAUNCH_LABEL: Final = "default"
 """Label of the weights that an engine was launched with: that of SGLang and vLLM."""
 Text = Annotated[str, Meta(max_length=8192)]
+Url = Annotated[str, Meta(pattern=r"^(https?://\S{1,500})?$(?!\n)")]
+"""Address of a server; empty if it has none."""
 AdapterName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$(?!\n)")]
 """Name of a LoRA adapter. It becomes part of the names under which engines have its versions."""
 
@@ -56,6 +58,8 @@ Tag = Literal["weights", "kv_cache"]
 InFlight = Literal["abort", "wait", "keep"]
 """What a pause does to running requests: abort them, wait until they finish, or freeze them and continue later."""
 
+Digests = Literal["always", "announced", "never"]
+"""After which loads an engine is asked for checksums of its weights: all, those of syncs with a digest, or none."""
 OnLostBus = Literal["serve", "pause"]
 """What an engine does while its agent is cut off from the bus for longer than the lease."""
 

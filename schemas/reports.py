@@ -254,6 +254,7 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
         hold_up: Why the bus does not go on, and since when; empty while it does.
         adapters: LoRA adapters that are served.
         samples: Of a trainer that judges them; None for another.
+        draining: Replicas that leave the fleet.
     """
 
     run: Name
@@ -273,6 +274,7 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
     hold_up: Text = ""
     adapters: tuple[AdapterStatus, ...] = ()
     samples: SampleStatus | None = None
+    draining: tuple[Count, ...] = ()
 
     @property
     def replicas(self) -> dict[int, ReplicaStatus]:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from schemas.agent_status import AgentStatus
-from schemas.commands import AdapterRequest, Command, RelativePath, Target, UnknownCommand
+from schemas.commands import AdapterRequest, Command, Grace, RelativePath, Target, UnknownCommand
 from schemas.desired import Desired
 from schemas.errors import WireError
 from schemas.events import Decision, Effect, Event
@@ -26,6 +26,7 @@ from schemas.identity import (
     Port,
     Positive,
     Text,
+    Url,
 )
 from schemas.outcomes import Outcome
 from schemas.reports import FleetStatus, Report, SyncReport
@@ -89,6 +90,8 @@ class Hello(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True, tag
         incarnation: Random id of this life of the agent.
         journal: Id of the agent's journal. Decisions are numbered within it.
         attempt: How many hellos this incarnation said before. One that was overtaken by a later one is ignored.
+        endpoint: Where clients reach the engine's server, if the agent knows.
+        rejoin: It takes up its place again, as a new one does, if that was retired before this incarnation began.
     """
 
     identity: Identity
@@ -97,6 +100,8 @@ class Hello(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True, tag
     host: Name
     pid: Count
     attempt: Count = 0
+    endpoint: Url = ""
+    rejoin: bool = False
 
 
 class Join(Struct, frozen=True, kw_only=True, tag="join"):
@@ -140,7 +145,17 @@ class Goodbye(Struct, frozen=True, kw_only=True, tag="goodbye"):
     """The agent leaves the fleet and ends."""
 
 
-Upward = Hello | Join | AgentStatus | TimeRequest | CommandOutcome | ResendRequest | DecisionBatch | Goodbye
+class Leave(Struct, frozen=True, kw_only=True, tag="leave"):
+    """The agent was asked to end: its replica is to leave the fleet, and to be retired. It ends when it is told so.
+
+    Attributes:
+        grace_ms: As in `Drain`.
+    """
+
+    grace_ms: Grace
+
+
+Upward = Hello | Join | AgentStatus | TimeRequest | CommandOutcome | ResendRequest | DecisionBatch | Leave | Goodbye
 
 # --- bus to agent -----------------------------------------------------------------------------------------------------
 

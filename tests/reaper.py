@@ -41,7 +41,7 @@ def left(mark: str) -> set[int]:
             state, parent = (place / "stat").read_bytes().rpartition(b")")[2].split()[:2]
             environment = (place / "environ").read_bytes()
             command = (place / "cmdline").read_bytes()
-        except OSError:  # it has just ended, or is somebody else's
+        except OSError:  # it has just ended, or is not ours
             continue
         if state == b"Z" or os.fsencode(__file__) in command.split(b"\0"):
             continue

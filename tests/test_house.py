@@ -1,4 +1,4 @@
-"""The rules of the house, checked: who may import whom, which modules stay pure, how large and how named things are.
+"""The rules of the house, checked: what may import what, which modules stay pure, how large and how named things are.
 
 A rule is a function from source files to what is wrong in them. Each has a test that runs it over the tree, and bad
 snippets in `CAUGHT` which show that it can fail. To move a module into or out of the pure ones, edit `PURE`.
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.xdist_group("house")  # in one process, which parses ea
 
 PRODUCT = ("schemas", "controlplane", "workers")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 70
-MAX_PRODUCT_LINES = 42_640
+MAX_PRODUCT_LINES = 42_545
 """Lines of the product, with comments. Raised only on purpose, in a commit of its own that says what is worth it."""
 
 PURE = (

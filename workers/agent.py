@@ -27,7 +27,8 @@ from anyio import CancelScope
 from anyio.abc import TaskGroup
 
 from schemas import events
-from schemas.config import AgentConfig, within_bounds
+from schemas.commands import Drain
+from schemas.config import AgentConfig, milliseconds, within_bounds
 from schemas.errors import AgentError, ConfigError, EngineError, RolloutctlError
 from schemas.identity import Identity, RolloutMode
 from schemas.listeners import Listeners
@@ -40,7 +41,7 @@ from schemas.wall_clock import wall_clock_ns
 from workers.driver import EngineDriver, ends_this_task, fault_of
 from workers.engine import Engine, EngineView
 from workers.link.journal import Journal, archive_journal
-from workers.link.link import Link, RunChanged
+from workers.link.link import HasLeft, Link, RunChanged
 from workers.machine.decide import decide, next_deadline
 from workers.machine.readiness import is_ready
 from workers.machine.state import AgentState, call_name, is_written_first, with_engine_state
@@ -80,7 +81,8 @@ class Agent:
     """One node's agent: `async with Agent(...) as agent: await agent.run()`, under asyncio. Not thread-safe.
 
     Args:
-        bus: Address of the bus, e.g. tcp://10.0.0.1:5555; the only address that an agent must know.
+        bus: Address of the bus, e.g. tcp://10.0.0.1:5555; the only address that an agent must know. Or the path, with a
+            slash in it, of a file that names it, which is read again whenever the bus does not answer.
         identity: The place of this node. Two live agents cannot hold the same.
         engine: What the agent commands; opened on entering and closed on leaving. With an identity of mode `observed`
             the agent only observes it: it opens, reads and closes it, and has no way to make a call.
@@ -95,6 +97,8 @@ class Agent:
             own.
         wall_ns: The node's wall clock, which is compared with the bus's.
         faults: What goes wrong on purpose with this agent, on a game day; None for nothing.
+        endpoint: Where clients reach the engine's server, http://HOST:PORT, for `ControlPlane.endpoints`; empty if they
+            don't.
 
     Attributes:
         decisions: Who hears of each event and its effects, in the loop of the agent, once they were performed or begun.
@@ -129,6 +133,7 @@ class Agent:
         context: Context | None = None,
         wall_ns: Callable[[], int] = wall_clock_ns,
         faults: "FaultInjector | None" = None,
+        endpoint: str = "",
     ) -> None:
         self.identity = within_bounds(identity)
         self._faults = faults
@@ -136,7 +141,7 @@ class Agent:
             engine, wall_ns = faults.wrapped(engine), faults.wall_ns
         self._bus, self._context, self._wall_ns = bus, context or zmq.Context.instance(), wall_ns
         self._engine, self._traces, self._config = engine, traces, within_bounds(config or AgentConfig())
-        self._stacks = stacks
+        self._stacks, self._endpoint = stacks, endpoint
         self._commanded = None if identity.mode is RolloutMode.OBSERVED else _commandable(engine)
         self._state_dir = state_dir
         self._keys = KeySource.find(keys)
@@ -179,6 +184,8 @@ class Agent:
     async def run(self) -> None:
         """Serve until cancelled. Then the call in flight is awaited, and the bus learns that this agent leaves.
 
+        Returns once the replica has been drained and retired.
+
         Raises:
             IdentityTaken: A live agent holds the place, or the bus does not accept this agent's key for it.
             AgentError: The journal cannot be written, or a task of the agent was cancelled from elsewhere.
@@ -189,6 +196,9 @@ class Agent:
                 await self._serve(life)
             except BaseExceptionGroup as group:
                 error = _own_error(group)
+                if isinstance(error, HasLeft):
+                    logger.info("agent %s ends: its replica has left the fleet", self.identity.agent)
+                    return
                 if not isinstance(error, RunChanged):
                     raise error from None
                 logger.warning("agent %s begins a new journal: %s", self.identity.agent, error)
@@ -204,6 +214,19 @@ class Agent:
             logger.info("agent %s begins a new incarnation: its engine was relaunched", self.identity.agent)
             life.link.close()
             self._begin()
+
+    async def drain(self, grace_s: float) -> None:
+        """Have the replica leave the fleet and be retired, as `ControlPlane.drain` does. `run` returns then.
+
+        Returns at once if no bus can be asked, and at the latest when the bus should have retired it: end the agent.
+
+        Args:
+            grace_s: Seconds that running requests may go on.
+        """
+        if self.state.joined and not self.state.bus_lost:
+            grace_ms = milliseconds(grace_s) if grace_s else 0
+            self._life.link.ask_to_leave(grace_ms)
+            await anyio.sleep(Drain(grace_ms=grace_ms).timeout_ms / 1000)
 
     async def wait_ready(self) -> None:
         """Return when the engine is as desired, with nothing under way, and serves."""
@@ -223,7 +246,7 @@ class Agent:
             name: Of the fault in its plan.
             what: What goes wrong.
         """
-        self._step(events.FaultInjected(at_ms=self._now_ms(), name=name, what=what, wall_ns=wall_clock_ns()))
+        self._step(events.FaultInjected(at_ms=self._now_ms(), name=name, what=what))
 
     # --- one incarnation ----------------------------------------------------------------------------------------------
 
@@ -247,6 +270,7 @@ class Agent:
             wall_ns=self._wall_ns,
             keys=self._keys,
             dialled=self._faults.dialled if self._faults is not None else str,
+            endpoint=self._endpoint,
         )
         driver = EngineDriver(
             self._engine,
@@ -397,8 +421,8 @@ class Agent:
 
     async def _dump_stacks(self, stacks: StackDumps, perform: events.Perform, life: _Incarnation) -> None:
         """Dump the stacks if the engine has not returned shortly before the deadline of a call."""
-        if isinstance(perform.call, events.AwaitPush):
-            return  # the trainer is late, not the engine
+        if isinstance(perform.call, events.AwaitPush | events.AwaitIdle):
+            return  # no engine is called
         activity = self.state.activity
         left_ms = activity.deadline_ms - self._now_ms() if activity is not None else 0
         await anyio.sleep(max(0, left_ms - min(BEFORE_MS, left_ms // 4)) / 1000)

@@ -1,6 +1,7 @@
 """The one place that calls an engine: it makes the calls that the machine asks for, and observes the engine in between.
 
-Rule 1  Calls never overlap, and the engine is not observed during a call: such an observation belongs to no moment.
+Rule 1  Calls never overlap, and the engine is not observed during a call: such an observation belongs to no moment. It
+        is observed after a call, unless the call succeeded and no observation shows whether it was made.
 Rule 2  A call that has begun is never cancelled, not even when the agent ends: engines hang, or give the late reply to
         the next caller. What follows from a call that takes too long is for the machine to decide. So all of this runs
         in one task behind a shield, which ends when it is told to. A call whose deadline has passed is not begun.
@@ -8,14 +9,15 @@ Rule 3  Nothing that an engine raises leaves this file, and no cancellation from
         `Fault`, and the machine decides what it means. An engine that can't be read is `unknown`.
 Rule 4  Nothing that a backend returns reaches the machine unless it can be encoded and decoded again: the journal has
         to be readable after a restart.
-Rule 5  To wait for weights that the trainer pushes calls nothing. The engine is observed until it reports their label,
-        or until the machine no longer waits for it.
+Rule 5  To wait for weights that the trainer pushes, or for requests to end, calls nothing. The engine is observed until
+        it reports their label, or no requests, or until the machine no longer waits for it.
 Rule 6  An observation takes no longer than `OBSERVE_S`, and gives way to a command at once. A call that the machine
         makes by itself has no time for retries.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 import anyio
@@ -23,6 +25,7 @@ from anyio import CancelScope
 
 from schemas.errors import CheckpointError, EngineError, RefusedError, UnansweredError, UnsupportedError
 from schemas.events import (
+    AwaitIdle,
     AwaitPush,
     Call,
     CollectTraces,
@@ -41,6 +44,7 @@ from schemas.events import (
 from schemas.logs import logger_of
 from schemas.wire import DECODE_ERRORS, encode, event_decoder
 from workers.engine import Engine, EngineView
+from workers.machine.observe import SHOWS_NOTHING
 from workers.machine.progress import is_news, stalls_after
 from workers.machine.state import AgentState
 from workers.traces.node import NodeTraces
@@ -55,6 +59,8 @@ LABEL_FIRST_S: Final = 0.02
 """Seconds after which the label of pushed weights is read again. The time doubles with each reading."""
 LABEL_LAST_S: Final = 0.5
 """Most seconds between two readings of that label."""
+IDLE_S: Final = 1.0
+"""Seconds without a request after which an engine counts as idle: a router may just have sent one."""
 OBSERVE_S: Final = 15.0
 """Longest time of one observation. An engine that can't be read for so long is unknown."""
 OBSERVE_SHARE: Final = 0.8
@@ -63,7 +69,7 @@ WARN_AGAIN_MS: Final = 60_000
 """Time between two warnings about the same engine."""
 
 _DONE = Returned()
-_ONLY_OBSERVED = (Observe, AwaitPush)
+_ONLY_OBSERVED = (Observe, AwaitPush, AwaitIdle)
 _DISK_CALLS = (CollectTraces, FinishProfile)
 
 
@@ -137,7 +143,9 @@ class EngineDriver:
                 elif self._is_late():
                     self._report(perform, Fault("refused", "it was not begun: its deadline had passed."), None)
                 elif isinstance(perform.call, AwaitPush):
-                    await self._await_label(perform, perform.call.source.label)
+                    await self._await(perform, partial(_has_label, perform.call.source.label))
+                elif isinstance(perform.call, AwaitIdle):
+                    await self._await(perform, _idle_for(IDLE_S))
                 else:
                     await self._carry_out(perform)
 
@@ -150,12 +158,12 @@ class EngineDriver:
             self._warn_of_trouble(observation)
             self._feed(observation)
 
-    async def _await_label(self, perform: Perform, label: str) -> None:
-        """Observe the engine until it reports the label. Ends without a result if the machine no longer waits."""
+    async def _await(self, perform: Perform, shown_by: Callable[[Observation], bool]) -> None:
+        """Observe the engine until it shows what is awaited. Ends without a result if the machine no longer waits."""
         delay_s = LABEL_FIRST_S
         while self._is_current(perform):
             observation = await self._observe(OBSERVE_S)
-            if observation is not None and observation.label == label:
+            if observation is not None and shown_by(observation):
                 if self._is_current(perform):
                     self._report(perform, Returned(), observation)
                 return
@@ -197,10 +205,13 @@ class EngineDriver:
             result = fault_of(error)
         if isinstance(result, Fault):
             self._warn_if_unanswered(perform.call, result)
-        self._report(perform, checked_result(result), await self._observe_effect())
+        result = checked_result(result)
+        self._report(perform, result, await self._observe_effect(perform.call, result))
 
-    async def _observe_effect(self) -> Observation | None:
+    async def _observe_effect(self, call: Call, result: Returned | Fault) -> Observation | None:
         """Observe the engine after a call. No command is late for it, or waits for it unless the call was its own."""
+        if type(call) in SHOWS_NOTHING and isinstance(result, Returned):
+            return None
         state = self._state()
         activity = state.activity
         if activity is None or activity.trigger is None:
@@ -289,6 +300,24 @@ def checked_result(result: Returned | Fault) -> Returned | Fault:
     if (size := len(encode(event))) > RESULT_BYTES:
         return Fault("engine_error", f"the engine's backend returned {size} bytes; the limit is {RESULT_BYTES}.")
     return result
+
+
+def _has_label(label: str, observation: Observation) -> bool:
+    return observation.label == label
+
+
+def _idle_for(seconds: float) -> Callable[[Observation], bool]:
+    """Return a function that says whether all that was observed for so long showed an engine without requests."""
+    busy_at = anyio.current_time()
+
+    def shown_by(observation: Observation) -> bool:
+        nonlocal busy_at
+        now = anyio.current_time()
+        if observation.running != 0:
+            busy_at = now
+        return now - busy_at >= seconds
+
+    return shown_by
 
 
 async def _only_observed() -> Returned:

@@ -75,7 +75,7 @@ def routable(state: AgentState) -> bool:
     - its engine is there (`tokenizer` present);
     - its weights are not torn, and no memory is asleep or about to be put to sleep;
     - it does not generate with a cache that other weights filled;
-    - it is not quarantined, neither by the trainer nor by itself;
+    - it is not quarantined, neither by the trainer nor by itself, and does not leave the fleet;
     - its agent is not cut off from the bus for longer than the lease: another version may be committed by now;
     - it is not wedged: running requests make progress;
     - it holds the committed weights. During a weight sync it may also hold the weights of that sync, while paused;
@@ -95,6 +95,7 @@ def routable(state: AgentState) -> bool:
         or engine.unknown
         or desired.asleep
         or desired.quarantined
+        or desired.draining
         or state.bus_lost
         or is_wedged(state)
     ):

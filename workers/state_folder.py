@@ -16,6 +16,7 @@ from urllib.parse import quote
 from schemas.errors import ConfigError
 from schemas.logs import logger_of
 from schemas.storage.filesystems import network_type
+from schemas.transport.addresses import is_file
 
 LOCAL: Final = Path("/var/tmp")
 """On the machine's own disk, and kept when it restarts."""
@@ -39,6 +40,7 @@ def state_folder(bus: str) -> Path:
         )
     else:
         mine = home / "rolloutctl"
+    bus = os.path.abspath(bus) if is_file(bus) else bus
     folder = mine / socket.gethostname() / quote(bus.removeprefix("tcp://"), safe=":[]@*")
     try:
         mine.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -43,7 +43,7 @@ from controlplane.machine.coordinator_state import CoordinatorState, OpenCommand
 from controlplane.record.entries import AgentMark, LogEntry, LogItem, LogMark
 from controlplane.record.marks import decode_state
 from schemas import events
-from schemas.commands import AdapterSync, AdapterVersion, Pushed, WeightSync
+from schemas.commands import AdapterSync, AdapterVersion, Drain, Pushed, WeightSync
 from schemas.desired import Committed, Desired, desired_after, orphaned
 from schemas.errors import DecisionUnreadable
 from schemas.identity import RolloutMode, agent_of, identity_of
@@ -123,11 +123,13 @@ class _OpenCommand(Struct):
     Attributes:
         known: Agents that must have an outcome.
         live: Those of them that could answer.
+        may_lack: Those of them that have begun to leave the fleet since, and need have none.
     """
 
     known: frozenset[str]
     live: frozenset[str]
     deadline_us: int
+    may_lack: frozenset[str] = frozenset()
 
 
 class _Bus:
@@ -143,6 +145,7 @@ class _Bus:
         self._members = {name: member.peer for name, member in members if member.state in ("joining", "live")}
         self._live = {name for name, member in members if member.state == "live"}
         self._known = {name for name, member in members if member.joined}  # has ever joined, and is not retired
+        self._leaving = {name for name, member in members if member.hello.identity.unit in begin.draining}
         self._open = {command.record.seq: _open_command(command) for command in begin.open}
         self._proofs = Proofs(begin)
         self._adapters: dict[str, AdapterVersion] = {}  # by path: which version engines may have loaded from it
@@ -174,9 +177,12 @@ class _Bus:
                 yield from self._published(position, effect, event.at_us)
             elif isinstance(effect, bus_events.Conclude) and isinstance(effect.report, Report):
                 yield from self._concluded(position, effect.report)
+            elif isinstance(effect, bus_events.Retired):
+                self._retire(effect.agents)
             elif isinstance(effect, bus_events.Conclude) and isinstance(effect.report, SyncReport):
                 yield from (
-                    Violation("I11", position, (), text) for text in self._proofs.wrong(effect.report, self._known)
+                    Violation("I11", position, (), text)
+                    for text in self._proofs.wrong(effect.report, self._known - self._leaving)
                 )
         if isinstance(event, bus_events.Closed | bus_events.Opened):
             yield from self._left_open(position, effects)
@@ -196,7 +202,7 @@ class _Bus:
     def _taken(self, position: int, event: bus_events.SamplesCounted) -> Iterator[Violation]:
         """What the trainer took of weights that are not proven."""
         for count in event.counts:
-            if count.accepted and count.proof not in ("proven", "launch"):
+            if count.accepted and count.proof not in bus_events.PROVEN:
                 version = f"v{count.version}" if count.version is not None else "an unknown version"
                 what = f"{count.adapter} {version}" if count.adapter else version
                 text = (
@@ -239,11 +245,13 @@ class _Bus:
             case bus_events.PeerLost(peer=peer) if self._members.get(agent_of(peer)) == peer:
                 del self._members[agent_of(peer)]
                 self._live.discard(agent_of(peer))
-            case bus_events.RetireRequested():
-                for effect in effects:
-                    self._known -= set(effect.agents) if isinstance(effect, bus_events.Retired) else set()
             case _:
                 pass
+
+    def _retire(self, names: tuple[str, ...]) -> None:
+        for agents in (self._known, self._leaving, self._live):
+            agents.difference_update(names)
+        self._members = {name: peer for name, peer in self._members.items() if name not in names}
 
     def _published(self, position: int, effect: bus_events.Publish, at_us: int) -> Iterator[Violation]:
         if effect.seq != self._seq + 1:
@@ -265,7 +273,13 @@ class _Bus:
             yield from self._adapter_published(position, command)
         # Agents get a little less time than the caller waits: at most a second less.
         deadline_us = at_us + (effect.envelope.ttl_ms + 1000) * 1000
-        self._open[effect.seq] = _OpenCommand(frozenset(self._known), frozenset(self._live), deadline_us)
+        known = frozenset(self._known - self._leaving)
+        self._open[effect.seq] = _OpenCommand(known, known & self._live, deadline_us)
+        if isinstance(command, Drain):
+            leaving = {name for name in known if effect.envelope.target.includes(identity_of(name))}
+            self._leaving |= leaving
+            for seq in self._open.keys() - {effect.seq}:
+                self._open[seq].may_lack |= leaving
 
     def _adapter_published(self, position: int, command: AdapterSync) -> Iterator[Violation]:
         adapter = command.adapter
@@ -286,7 +300,7 @@ class _Bus:
             return
         agents = [outcome.agent for outcome in report.outcomes]
         twice = {name for name, times in Counter(agents).items() if times > 1}
-        wrong = tuple(sorted((set(agents) ^ command.known) | twice))
+        wrong = tuple(sorted(((set(agents) ^ command.known) - command.may_lack) | twice))
         if wrong:
             text = f"the report of seq {report.seq} has not exactly one outcome for each known agent"
             yield Violation("I5", position, wrong, text)

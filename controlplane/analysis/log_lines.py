@@ -93,7 +93,9 @@ def format_bus_event(event: bus_events.CoordinatorEvent) -> str:
 
 def _format_samples(count: bus_events.SampleCount) -> str:
     what = f"{count.adapter} " if count.adapter else ""
-    version = f"v{count.version}, {count.staleness} behind" if count.version is not None else "version unknown"
+    known = "other versions" if count.proof != "unknown" else "version unknown"
+    version = f"v{count.version}" if count.version is not None else known
+    version += f", {count.staleness} behind" if count.staleness is not None else ""
     taken = "accepted" if count.accepted else "refused"
     return f"{what}{version}, {count.proof}: {count.sequences:,} {taken}, {count.tokens:,} tokens"
 
@@ -108,6 +110,8 @@ def _peer_event(event: bus_events.PeerEvent) -> str:
             return f"is {'ready' if status.ready else 'not ready'}, v{status.version}, at seq {event.seq}"
         case bus_events.ResendRequested():
             return f"requests the records from {event.first} again"
+        case bus_events.LeaveRequested():
+            return "asks to leave the fleet"
         case bus_events.PeerLost():
             return f"is lost: {event.reason}"
         case _:

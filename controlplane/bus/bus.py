@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, Self, TypeVar
 
 import anyio
@@ -21,13 +22,15 @@ from msgspec.structs import replace
 from controlplane.bus.access import Access
 from controlplane.bus.binding import bound, end_context, warn_of_exposure
 from controlplane.bus.bus_loop import BusLoop
-from controlplane.bus.callers import NOTHING_SENT, PHASES, Request, checked_request
+from controlplane.bus.callers import NOTHING_SENT, PHASES, REASON_MAX, checked_order
 from controlplane.bus.descriptors import raise_limit
 from controlplane.bus.inbox import Inbox
 from controlplane.bus.key_folder import KeyFolder
 from controlplane.machine import events
+from controlplane.machine.adapters import next_adapter_version
 from controlplane.machine.coordinator import LOGIC, CoordinatorState
 from controlplane.machine.fleet_view import FleetView
+from controlplane.machine.versions import VERSION_MAX, next_version
 from controlplane.record.log import RunLog
 from controlplane.tickets import Ticket
 from schemas import wire
@@ -86,11 +89,12 @@ class Bus(BusLoop):
         self._checkpoints = checkpoints
         self._access: Access | None = None
         self._given_context = context
-        self.orders: Listeners[[Request]] = Listeners()
+        self.orders: Listeners[[events.CallerEvent]] = Listeners()
         self._jobs: deque[tuple[Callable[[], Awaitable[Any]], Ticket[Any]]] = deque()
         self._job_added = asyncio.Event()
         self._exited = False
         self._view: FleetView | None = None
+        self._numbering = Lock()  # from the choice of a version until it is queued
         self._open = AsyncExitStack()
 
     @property
@@ -145,6 +149,8 @@ class Bus(BusLoop):
     ) -> Ticket[SyncReport]:
         """Hand a weight sync to the bus, like `publish`. The arguments are those of `ControlPlane.sync_weights`."""
         ticket: Ticket[SyncReport] = self.callers.new_ticket(PHASES * timeout_ms * 1000)
+        of_earlier_life = adapter is None and version is not None and version <= self._log.state.newest_version
+        advice = self._log.continues if of_earlier_life else ""
         order = events.SyncRequested(
             at_us=0,
             at_ns=0,
@@ -160,15 +166,27 @@ class Bus(BusLoop):
             sends=sends,
             adapter=adapter,
         )
-        of_earlier_life = adapter is None and version is not None and version <= self._log.state.newest_version
-        advice = self._log.continues if of_earlier_life else ""
-        self._hand_over(order, ticket, advice=advice)
+        with self._numbering:
+            ticket.adapter = adapter.name if adapter is not None else ""
+            ticket.version = version or self._next_version(ticket.adapter, source)
+            if ticket.version <= VERSION_MAX:  # beyond, only the run itself may count on
+                order = replace(order, version=ticket.version)
+            self._hand_over(order, ticket, advice=advice)
         return ticket
+
+    def _next_version(self, adapter: str, source: Source) -> int:
+        """The version that a sync which counts by itself will have: above those of all that have not ended."""
+        newest = self.callers.newest_version(adapter)
+        if adapter:
+            return next_adapter_version(self.state, adapter, newest)
+        return next_version(self.state, source, newest)
 
     def note_sent(self, ticket: Ticket[SyncReport], failure: str | None = None) -> None:
         """Tell the bus that the weights of this sync were sent, or why they will not come: its load phase ends soon."""
-        self.callers.note_sent(ticket, failure)
-        self._wakeup.notify()
+        if failure is None:
+            self._note(events.SendReturned(at_us=0, at_ns=0, ticket=ticket.number))
+        else:
+            self._note(events.SendFailed(at_us=0, at_ns=0, ticket=ticket.number, reason=failure[:REASON_MAX]))
 
     def note_samples(self, step: int, counts: tuple[events.SampleCount, ...]) -> None:
         """Record what the trainer has judged. Waits for nothing; may be called from any thread.
@@ -177,8 +195,10 @@ class Bus(BusLoop):
             step: The training step; 0 before the first.
             counts: Since the last call.
         """
-        counted = events.SamplesCounted(at_us=0, at_ns=0, step=step, counts=counts)
-        self.callers.note_samples(checked_request(counted))
+        self._note(checked_order(events.SamplesCounted(at_us=0, at_ns=0, step=step, counts=counts)))
+
+    def _note(self, event: events.CallerEvent) -> None:
+        self.callers.queue(event)
         self._wakeup.notify()
 
     def retire(self, places: tuple[str, ...]) -> Ticket[FleetStatus]:
@@ -212,14 +232,14 @@ class Bus(BusLoop):
             await self.change()
         return self.state
 
-    def _hand_over(self, order: Request, *tickets: Ticket[Any], advice: str = "") -> None:
-        order = checked_request(order)
+    def _hand_over(self, order: events.CallerEvent, ticket: Ticket[Any], *, advice: str = "") -> None:
+        order = checked_order(order)
         self._check()
         self.orders.notify(order)
-        self.callers.add(self.now_us(), order, *tickets, advice=advice)
+        self.callers.add(self.now_us(), order, ticket, advice=advice)
         self._wakeup.notify()
         if self.closed or self.fault is not None:  # meanwhile, and perhaps after all open tickets were failed
-            self.callers.withdraw(self.fault or _closed(self.address), *tickets)
+            self.callers.withdraw(self.fault or _closed(self.address), ticket)
 
     def run_soon(self, job: Callable[[], Awaitable[R]], timeout_ms: int) -> Ticket[R]:
         """Run a function in the loop of the bus, and return a ticket for its result. May be called from any thread.

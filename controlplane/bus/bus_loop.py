@@ -30,7 +30,6 @@ from controlplane.bus.held_up import HeldUp
 from controlplane.bus.inbox import Inbox, connection_of
 from controlplane.bus.notices import Notices
 from controlplane.bus.recent import Recent
-from controlplane.bus.switching import SwitchInterval
 from controlplane.bus.turn_clock import TurnClock
 from controlplane.machine import events
 from controlplane.machine.coordinator import CoordinatorState, decide, next_deadline
@@ -87,7 +86,7 @@ class BusLoop:
         self.state = log.state
         self.fault: BusFaulted | None = None
         self.closed = True
-        self.callers = Callers(config.queue, self._reply, SwitchInterval(config.switch_interval_us))
+        self.callers = Callers(config.queue, self._reply)
         self.decisions: Listeners[[events.CoordinatorEvent, events.CoordinatorEffects]] = Listeners()
         self._pending_notifications: list[tuple[events.CoordinatorEvent, events.CoordinatorEffects]] = []
         self.insecure = False
@@ -286,6 +285,7 @@ class BusLoop:
         late_us = at_us - self._next_head_us
         if late_us > STALLED_US:
             self.inbox.discount(late_us)
+        self._log.check_copy()
         self.publisher.send_nowait([wire.TOPIC_HEAD, wire.encode_header(self.state.epoch, 0, self.state.seq), _NIL])
         self._next_head_us = at_us + self._config.head_interval_ms * 1000
         # Where messages are left, a sign of life may lie unread.
@@ -315,7 +315,7 @@ class BusLoop:
             self._unreachable.clear()
         if self._flush_due(at_us) and not self._commit():
             return
-        if not self._log.pending:  # so what the acks are for is written
+        if self._log.settled:  # so what the acks are for is written
             self._send_acks()
 
     def _decide(
@@ -410,7 +410,8 @@ class BusLoop:
             case events.Refuse():
                 self.callers.refuse(effect)
             case events.Retired(ticket=ticket):
-                self.callers.resolve(ticket, self.status())
+                if ticket is not None:
+                    self.callers.resolve(ticket, self.status())
             case _:
                 assert_never(effect)
 

@@ -15,20 +15,19 @@ from anyio import to_thread
 from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
-from controlplane.bus.switching import SwitchInterval
 from controlplane.machine.events import (
+    CallerEvent,
     Conclude,
     CoordinatorEvent,
     Issued,
     Refuse,
     RetireRequested,
-    SamplesCounted,
     SendFailed,
     SendReturned,
     SyncRequested,
 )
 from controlplane.tickets import FOREVER_US, Ticket
-from schemas.commands import AdapterDrop, Checkpoint, EngineCommand, ProfileCommand, Target
+from schemas.commands import AdapterDrop, Checkpoint, Drain, EngineCommand, ProfileCommand, Target
 from schemas.config import complaint
 from schemas.errors import BusClosed, BusError, BusOverloaded, CheckpointError, CommandError, SyncInProgress
 from schemas.reports import FleetStatus, Report, SyncReport
@@ -46,10 +45,10 @@ PHASES: Final = 3
 """Of a weight sync: prepare, load, then commit or abort. Each has the sync's timeout."""
 REASON_MAX: Final = 2000
 """Characters of what a sender of weights raised that are recorded."""
-PUBLISHABLE: Final = (ProfileCommand, EngineCommand, AdapterDrop)
+PUBLISHABLE: Final = (ProfileCommand, EngineCommand, AdapterDrop, Drain)
 """Commands that a caller or an operator can publish by themselves."""
 NOT_PUBLISHABLE: Final = (
-    "only a profile command, an engine command or the drop of an adapter can be published by itself: a sync is a "
+    "only a profile or engine command, a drain or the drop of an adapter can be published by itself: a sync is a "
     "sequence of commands, so call `sync_weights` or `sync_adapter`; an epoch begins when a bus is opened"
 )
 NOTHING_SENT: Final = "Nothing was sent"
@@ -61,11 +60,10 @@ _REFUSALS: Final = {
     "retire": CommandError,
 }
 
-Request = Issued | SyncRequested | RetireRequested | SendFailed | SendReturned | SamplesCounted
-_request_decoder: Decoder[Request] = Decoder(Request)
+_order_decoder: Decoder[CallerEvent] = Decoder(CallerEvent)
 
 
-def checked_request(order: Request) -> Request:
+def checked_order(order: CallerEvent) -> CallerEvent:
     """Return the order as decoded from its own encoding. Raises CommandError.
 
     msgspec does not check a Struct that Python code builds, and a log with a wrong value in it can't be read any more.
@@ -75,7 +73,7 @@ def checked_request(order: Request) -> Request:
     if isinstance(order, Issued) and not isinstance(order.command, PUBLISHABLE):
         raise CommandError(f"{type(order.command).__name__}: {NOT_PUBLISHABLE}. Nothing was sent")
     try:
-        return _request_decoder.decode(encode(order))
+        return _order_decoder.decode(encode(order))
     except (*DECODE_ERRORS, TypeError) as error:
         raise CommandError(
             f"not a command that can be published: {complaint(error, order)}. Nothing was sent"
@@ -103,7 +101,7 @@ class _OperatorTicket(NamedTuple):
         self.reply(self.connection, RequestRejected(reason=str(error)))
 
 
-def _order_of(request: Submit | SyncRequest | Retire, number: int, found: CheckpointFiles | None = None) -> Request:
+def _order_of(request: Submit | SyncRequest | Retire, number: int, found: CheckpointFiles | None = None) -> CallerEvent:
     if isinstance(request, SyncRequest):
         adapter = request.adapter
         return SyncRequested(
@@ -143,23 +141,20 @@ class Callers:
 
     An operator's sync becomes an order once a thread has looked at its checkpoint: the bus does not wait for it.
 
-    `new_ticket`, `add`, `note_sent`, `note_samples`, `withdraw` and `expire` may be called from any thread, everything
+    `new_ticket`, `add`, `queue`, `withdraw` and `expire` may be called from any thread, everything
     else in the loop of the bus. An order is taken by a turn or withdrawn by another thread, never both: so a caller
     that gets an error knows whether anything was sent.
 
     Args:
         limit: Tickets that may be open at once.
         reply: Sends a message to an operator.
-        interval: Shortened while orders are open.
     """
 
-    def __init__(
-        self, limit: int, reply: Callable[[bytes, Reply], None], interval: SwitchInterval | None = None
-    ) -> None:
-        self._limit, self._reply, self._interval = limit, reply, interval or SwitchInterval(None)
+    def __init__(self, limit: int, reply: Callable[[bytes, Reply], None]) -> None:
+        self._limit, self._reply = limit, reply
         self._numbers = itertools.count(1)
         self._tickets: dict[int, Ticket[Any] | _OperatorTicket] = {}
-        self._orders: deque[Request] = deque()
+        self._orders: deque[CallerEvent] = deque()
         self._taking = threading.Lock()  # around each change of the orders
         self._pending_syncs: deque[tuple[int, SyncRequest]] = deque()  # whose checkpoints have not been read yet
         self._asked: anyio.Event | None = None  # while nothing is left to look at
@@ -172,57 +167,42 @@ class Callers:
         ticket.timeout_us = timeout_us
         return ticket
 
-    def add(self, now_us: int, order: Request | None, *tickets: Ticket[Any], advice: str = "") -> None:
+    def add(self, now_us: int, order: CallerEvent | None, ticket: Ticket[Any], *, advice: str = "") -> None:
         """Queue an order for the next turn. Raises BusOverloaded.
 
         Args:
             now_us: On the bus's clock.
-            order: None for tickets that the bus resolves without one.
-            tickets: That it resolves; the first has the order's number.
+            order: None for a ticket that the bus resolves without one.
+            ticket: That it resolves.
             advice: What its caller is told as well if a sync is refused, or stale.
         """
-        if len(self._tickets) + len(tickets) > self._limit:
+        if len(self._tickets) >= self._limit:
             raise BusOverloaded(
                 f"{self._limit} commands are open (`queue` in BusConfig): wait for their tickets before publishing "
                 "more. Nothing was sent"
             )
-        for ticket in tickets:
-            ticket.deadline_us = now_us + ticket.timeout_us
-            self._tickets[ticket.number] = ticket
+        ticket.deadline_us = now_us + ticket.timeout_us
+        self._tickets[ticket.number] = ticket
         if advice:
-            self._advice.update((ticket.number, advice) for ticket in tickets)
+            self._advice[ticket.number] = advice
         if order is not None:
-            self._interval.shorten()
-            self._queue(order)
+            self.queue(order)
 
-    def _pop(self, number: int) -> Ticket[Any] | _OperatorTicket | None:
-        """Take out a ticket that ends."""
-        ticket = self._tickets.pop(number, None)
-        if self._interval.shortened and all(other < 0 for other in tuple(self._tickets)):
-            self._interval.restore()
-        return ticket
+    def newest_version(self, adapter: str) -> int:
+        """Return the largest version of a sync that has not ended, of an adapter or of the weights (""); else 0."""
+        tickets = (ticket for ticket in tuple(self._tickets.values()) if isinstance(ticket, Ticket))
+        return max((ticket.version for ticket in tickets if ticket.adapter == adapter), default=0)
 
-    def _queue(self, order: Request) -> None:
+    def queue(self, order: CallerEvent) -> None:
+        """Queue an order, or something to take note of, for the next turn."""
         with self._taking:
             self._orders.append(order)
 
-    def note_sent(self, ticket: Ticket[Any], failure: str | None) -> None:
-        """Queue that the weights of a sync were sent, or why they can't be."""
-        if failure is None:
-            self._queue(SendReturned(at_us=0, at_ns=0, ticket=ticket.number))
-        else:
-            self._queue(SendFailed(at_us=0, at_ns=0, ticket=ticket.number, reason=failure[:REASON_MAX]))
-
-    def note_samples(self, counted: Request) -> None:
-        """Queue what the trainer has judged, for the log."""
-        self._queue(counted)
-
-    def withdraw(self, error: BusError, *tickets: Ticket[Any]) -> None:
-        """Fail tickets that were added when the bus had already closed, unless a turn has their order all the same."""
-        if self._unqueue(tickets[0].number):
-            for ticket in tickets:
-                self._pop(ticket.number)
-                ticket.fail(_with_fate(error, ticket.number, queued=True))
+    def withdraw(self, error: BusError, ticket: Ticket[Any]) -> None:
+        """Fail a ticket that was added when the bus had already closed, unless a turn has its order all the same."""
+        if self._unqueue(ticket.number):
+            self._tickets.pop(ticket.number, None)
+            ticket.fail(_with_fate(error, ticket.number, queued=True))
 
     def _unqueue(self, number: int) -> bool:
         """Take an order back. Returns False if it is not in the queue."""
@@ -244,7 +224,7 @@ class Callers:
         for number, ticket in list(self._tickets.items()):
             if now_us > ticket.deadline_us and isinstance(ticket, _OperatorTicket) is (reply is not None):
                 told = _with_fate(error, number, queued=self._unqueue(number))
-                self._pop(number)
+                self._tickets.pop(number, None)
                 if isinstance(ticket, _OperatorTicket) and reply is not None:
                     ticket = ticket._replace(reply=reply)
                 ticket.fail(told)
@@ -265,7 +245,7 @@ class Callers:
             if self._asked is not None:
                 self._asked.set()
         else:
-            self._queue(_order_of(request, number))
+            self.queue(_order_of(request, number))
         return None
 
     async def build_manifests(self, root: Path, begin: Callable[[], None]) -> None:
@@ -277,11 +257,11 @@ class Callers:
                 try:
                     found = await to_thread.run_sync(_read, root, request, abandon_on_cancel=True)
                 except (CheckpointError, OSError, ValueError) as error:
-                    if (ticket := self._pop(number)) is not None:
+                    if (ticket := self._tickets.pop(number, None)) is not None:
                         ticket.fail(error)
                     continue
                 if number in self._tickets:
-                    self._queue(_order_of(request, number, found))
+                    self.queue(_order_of(request, number, found))
                     begin()
             await self._asked.wait()
 
@@ -306,7 +286,7 @@ class Callers:
 
     def resolve(self, number: int, result: Report | SyncReport | FleetStatus) -> None:
         """Resolve a ticket, if it is of this life of the bus."""
-        ticket, advice = self._pop(number), self._advice.pop(number, "")
+        ticket, advice = self._tickets.pop(number, None), self._advice.pop(number, "")
         if advice and isinstance(result, SyncReport) and result.status == "stale":
             result = replace(result, reason=advice)
         if ticket is not None:
@@ -314,14 +294,14 @@ class Callers:
 
     def refuse(self, effect: Refuse) -> None:
         """Fail the ticket of a command or sync that was refused."""
-        ticket, advice = self._pop(effect.ticket), self._advice.pop(effect.ticket, "")
+        ticket, advice = self._tickets.pop(effect.ticket, None), self._advice.pop(effect.ticket, "")
         reason = f"{effect.reason} ({advice})" if advice and effect.kind == "command" else effect.reason
         if ticket is not None:
             ticket.fail(_REFUSALS[effect.kind](reason))
 
     def fail(self, number: int, error: BaseException) -> None:
         """Fail a ticket, if it has not ended."""
-        if (ticket := self._pop(number)) is not None:
+        if (ticket := self._tickets.pop(number, None)) is not None:
             ticket.fail(error)
 
     def fail_all(self, error: BusError, *, operators: bool = True) -> None:
@@ -332,5 +312,5 @@ class Callers:
         self._pending_syncs.clear()
         for number, ticket in list(self._tickets.items()):
             if operators or isinstance(ticket, Ticket):
-                self._pop(number)
+                self._tickets.pop(number, None)
                 ticket.fail(_with_fate(error, number, number in queued))

@@ -233,6 +233,8 @@ class Inbox:
                 )
             case wire.Join():
                 self.events.append(events.JoinReceived(at_us=at_us, at_ns=self._at_ns, peer=peer))
+            case wire.Leave(grace_ms=grace_ms):
+                self.events.append(events.LeaveRequested(at_us=at_us, at_ns=self._at_ns, peer=peer, grace_ms=grace_ms))
             case wire.Goodbye():
                 self._flush_answers()
                 self.events.append(events.PeerLost(at_us=at_us, at_ns=self._at_ns, peer=peer, reason="left"))

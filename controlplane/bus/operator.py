@@ -8,11 +8,13 @@ from typing import Final, TypeVar
 import anyio
 import zmq
 
+from controlplane.bus.callers import PHASES
 from schemas import wire
-from schemas.commands import AdapterDrop, AdapterRequest, EngineCommand, ProfileCommand, Target
+from schemas.commands import AdapterDrop, AdapterRequest, Drain, EngineCommand, ProfileCommand, Target
 from schemas.config import milliseconds, within_bounds
 from schemas.errors import BusUnreachable, CommandError, KeyRefused
 from schemas.reports import FleetStatus, Report, SyncReport
+from schemas.transport.addresses import NOWHERE, read_address
 from schemas.transport.handshakes import DialledSocket, connect
 from schemas.transport.keys import KeySource
 from schemas.transport.sockets import agent_dealer
@@ -21,8 +23,6 @@ R = TypeVar("R", FleetStatus, Report, SyncReport)
 
 ANSWER_S: Final = 5.0
 """How long a bus may take to reply, in addition to the timeout of a command."""
-PHASES_OF_A_SYNC: Final = 3
-"""Phases of a sync: prepare, load, then commit or abort."""
 
 
 async def ask_status(bus: str, timeout_s: float = ANSWER_S, keys: KeySource | None = None) -> FleetStatus:
@@ -40,7 +40,7 @@ async def ask_status(bus: str, timeout_s: float = ANSWER_S, keys: KeySource | No
 
 async def submit(
     bus: str,
-    command: ProfileCommand | EngineCommand | AdapterDrop,
+    command: ProfileCommand | EngineCommand | AdapterDrop | Drain,
     target: Target,
     timeout_s: float,
     keys: KeySource | None = None,
@@ -78,7 +78,7 @@ async def sync(
             other weights. Nothing was sent to the agents.
     """
     request = wire.SyncRequest(path=path, version=version, timeout_ms=milliseconds(timeout_s), adapter=adapter)
-    return await _ask(bus, within_bounds(request), SyncReport, PHASES_OF_A_SYNC * timeout_s + ANSWER_S, keys)
+    return await _ask(bus, within_bounds(request), SyncReport, PHASES * timeout_s + ANSWER_S, keys)
 
 
 async def retire(
@@ -95,6 +95,9 @@ async def retire(
 
 async def _ask(bus: str, request: wire.Operator, expected: type[R], timeout_s: float, keys: KeySource | None) -> R:
     credentials = keys.credentials() if keys is not None else None
+    bus, named = read_address(bus), bus
+    if bus == NOWHERE:
+        raise BusUnreachable(f"the file {named} names no bus: is the trainer running? Nothing was sent")
     async with agent_dealer(zmq.Context.instance(), bus, credentials, wait_for_listener=False) as dealer:
         with anyio.move_on_after(timeout_s):
             await _finish_handshake(dealer, bus, keys)

@@ -29,6 +29,8 @@ WATCH_S: Final = 0.03
 """Time between two looks at the bus, and at the threads that it belongs to."""
 OPEN_S: Final = 30.0
 """Longest time that a trainer waits for the bus to open, and its log to be read."""
+COPY_OPEN_S: Final = 300.0
+"""The same where the log has a copy: a writer that died is watched for, and a log of gigabytes is copied whole."""
 CLOSE_S: Final = 30.0
 """Longest time that a trainer waits for the bus to close."""
 LAST_WAIT_S: Final = 10.0
@@ -42,9 +44,13 @@ class BusThread:
         make: Opens the log, and returns the bus, not entered yet.
         owner: The thread that opened it, and keeps it alive beside the main thread.
         reads: What `make` reads, as an error names it.
+        open_s: Longest time that `start` waits.
     """
 
-    def __init__(self, make: Callable[[], Bus], owner: threading.Thread, reads: str) -> None:
+    def __init__(
+        self, make: Callable[[], Bus], owner: threading.Thread, reads: str, open_s: float | None = None
+    ) -> None:
+        self._open_s = open_s or OPEN_S
         self._make, self._owners, self._reads = make, (threading.main_thread(), owner), reads
         self._started: Future[Bus] = Future()
         self._ended: Future[None] = Future()
@@ -63,7 +69,7 @@ class BusThread:
         atexit.register(self._end_with_the_process)
         self._thread.start()
         try:
-            if wait([self._started], OPEN_S).done:
+            if wait([self._started], self._open_s).done:
                 self._bus = self._started.result()
                 self._watching.start()
                 return self._bus
@@ -73,8 +79,8 @@ class BusThread:
         self.ask_to_end()
         atexit.unregister(self._end_with_the_process)
         raise LogError(
-            f"{self._reads} could not be opened within {OPEN_S:g} s: the disk hangs. No agent was told anything. The "
-            "thread that opens it is left alone, and lets go of it once the disk goes on"
+            f"{self._reads} could not be opened within {self._open_s:g} s: the disk hangs. No agent was told anything. "
+            "The thread that opens it is left alone, and lets go of it once the disk goes on"
         )
 
     @property

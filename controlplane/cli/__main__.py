@@ -35,7 +35,7 @@ COMMANDS = {
         name: f"controlplane.cli.operate:{name}"
         for name in (
             *("status", "stall", "profile", "pause", "resume", "flush"),
-            *("sleep", "wake", "abort", "retire", "sync"),
+            *("sleep", "wake", "abort", "drain", "retire", "sync"),
         )
     },
 }

@@ -3,6 +3,7 @@
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import anyio
 import click
@@ -10,7 +11,7 @@ from click.core import ParameterSource
 from msgspec.structs import replace
 
 from controlplane.cli import interrupt
-from controlplane.cli.command_line import Command, api_key_file, metrics_port
+from controlplane.cli.command_line import BUS_HELP, Command, api_key_file, metrics_port
 from controlplane.cli.config_file import config_text, read_config_file, require_trusted
 from schemas.commands import ProfilePlan
 from schemas.config import TIMEOUT_MAX_S, AgentConfig, milliseconds
@@ -18,6 +19,7 @@ from schemas.errors import ConfigError
 from schemas.identity import GPUS_PER_NODE_MAX, NODES_MAX, REPLICAS_MAX, Identity, RolloutMode
 from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig, read_config
+from schemas.transport.sockets import stays_here
 from workers.agent import Agent
 from workers.engine import Engine, EngineView
 from workers.engines.factory import EngineOptions, make_engine, make_observer
@@ -40,16 +42,16 @@ MODES = tuple(mode.value for mode in RolloutMode if mode is not RolloutMode.OBSE
 OBSERVING = frozenset(
     {
         *("bus", "keys", "replica", "node_rank", "nnodes", "gpus_per_node", "observe", "engine", "url", "api_key_file"),
-        *("state_dir", "wedged_after", "metrics_port"),
+        *("state_dir", "wedged_after", "metrics_port", "drain", "rejoin"),
     }
 )
 """Parameters that go with `--observe`. All others are about commands."""
 
 
 SECTIONS = {
-    "Place and bus": ("bus", "keys", "replica", "node_rank", "nnodes", "gpus_per_node", "mode", "observe"),
+    "Place and bus": ("bus", "keys", "replica", "node_rank", "nnodes", "gpus_per_node", "mode", "rejoin", "observe"),
     "Engine": (
-        *("engine", "url", "api_key_file", "checkpoints", "launch", "router"),
+        *("engine", "url", "api_key_file", "checkpoints", "digests", "launch", "router"),
         *(
             "dist_init",
             "launch_log",
@@ -63,15 +65,15 @@ SECTIONS = {
         ),
     ),
     "This process": (
-        *("config", "print_config", "state_dir", "profiler", "traces", "finish_hook", "dump_stacks", "metrics_port"),
-        "faults",
+        *("drain", "config", "print_config", "state_dir", "profiler", "traces", "finish_hook", "dump_stacks"),
+        *("metrics_port", "faults"),
     ),
 }
 RARE = frozenset(
     {
         *("memory", "on_lost_bus", "wedged_after", "serve", "seed", "dist_init", "launch_log", "up_within"),
         *("worker_url", "finish_hook", "print_config", "dump_stacks", "metrics_port", "mode", "traces"),
-        *("api_key_file", "profiler", "faults"),
+        *("api_key_file", "profiler", "digests", "faults"),
     }
 )
 
@@ -92,7 +94,7 @@ RARE = frozenset(
     help="File with options (TOML). The command line and the environment come before it.",
 )
 @click.option("--print-config", is_flag=True, help="Print such a file with all options as they are now, and exit.")
-@click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help="Address of the trainer's bus, tcp://HOST:PORT.")
+@click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help=BUS_HELP)
 @click.option("--key", "keys", type=_PATH, envvar="ROLLOUTCTL_KEY_FILE", help="File with this agent's key.")
 @click.option(
     "--replica",
@@ -128,6 +130,7 @@ RARE = frozenset(
     default="hybrid",
     help="hybrid: shares its GPUs with the trainer; standalone: has its own; colocated: is never synced, as a judge.",
 )
+@click.option("--rejoin", is_flag=True, help="Take up the place again if it was retired, as a new replica.")
 @click.option("--observe", is_flag=True, help="Only observe an engine that another program commands; change nothing.")
 @click.option(
     "--engine",
@@ -146,10 +149,16 @@ RARE = frozenset(
     help="Seconds that a launched server may take to start.",
 )
 @click.option("--router", help="SGLang router in which the server is registered while the replica may serve.")
-@click.option("--worker-url", help="With --router: address of the server for the router.  [default: --url]")
+@click.option("--worker-url", help="Address of the server for its clients and the router.  [default: --url]")
 @click.option("--serve", help="tiny: address for its clients, e.g. ipc:///tmp/engine-0.")
 @click.option("--seed", default=0, help="tiny: seed of its initial weights.")
 @click.option("--checkpoints", type=_PATH, default=".", help="Root of the paths in weight syncs.")
+@click.option(
+    "--digests",
+    type=click.Choice(["always", "announced", "never"]),
+    default="announced",
+    help="After which loads to compare a digest of the engine's weights: all, those of syncs with a digest, none.",
+)
 @click.option("--traces", type=_PATH, help="Folder for traces.  [default: traces]")
 @click.option("--finish-hook", help="Command that /bin/sh runs after the last profiled step, e.g. an upload.")
 @click.option(
@@ -190,6 +199,12 @@ RARE = frozenset(
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Staging only: a game day's plan (TOML) of what goes wrong with this agent on purpose.",
 )
+@click.option(
+    "--drain",
+    metavar="SECONDS",
+    type=click.FloatRange(0, TIMEOUT_MAX_S / 2),
+    help="At SIGTERM, drain the replica: its requests may end for so long, then it is retired.  [default: end at once]",
+)
 @metrics_port
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def agent(
@@ -201,6 +216,8 @@ def agent(
     state_dir: Path | None,
     print_config: bool,
     faults: Path | None,
+    drain: float | None,
+    rejoin: bool,
     **options: Any,
 ) -> None:
     """Run the agent of one node until it is stopped. It connects to the bus, executes every command, and answers.
@@ -238,7 +255,10 @@ def agent(
             stacks = StackDumps(foreign_server=options["url"] is not None and not options["launch"])
         router = _router(options)
     config = AgentConfig(
-        on_lost_bus=options["on_lost_bus"], memory=options["memory"], wedged_after_s=options["wedged_after"]
+        on_lost_bus=options["on_lost_bus"],
+        memory=options["memory"],
+        wedged_after_s=options["wedged_after"],
+        rejoin=rejoin,
     )
     node = Agent(
         bus=bus,
@@ -250,8 +270,10 @@ def agent(
         config=config,
         keys=keys,
         faults=_faults(faults, identity, server_pid),
+        endpoint=_endpoint(options, bus),
     )
-    interrupt.run(_serve, node, bus, router, options["metrics_port"], ends=(signal.SIGTERM,))
+    ends = (signal.SIGTERM,) if drain is None else ()
+    interrupt.run(_serve, node, bus, router, options["metrics_port"], drain, ends=ends)
 
 
 def _identity(options: dict[str, Any], gpus_per_node: int, mode: RolloutMode) -> Identity:
@@ -262,14 +284,49 @@ def _identity(options: dict[str, Any], gpus_per_node: int, mode: RolloutMode) ->
         raise ConfigError(str(error)) from None
 
 
-async def _serve(node: Agent, bus: str, router: "RouterRegistration | None", metrics: str | None) -> None:
-    async with node as running, anyio.create_task_group() as tasks:
-        logger.info("agent %s is up and connects to %s", node.identity.agent, bus)
-        if router is not None:
-            tasks.start_soon(router.follow, running)
-        if metrics is not None:
-            _serve_metrics(running, metrics)
-        await running.run()
+async def _serve(
+    node: Agent, bus: str, router: "RouterRegistration | None", metrics: str | None, drain: float | None
+) -> None:
+    up = anyio.Event()
+    async with anyio.create_task_group() as ending:
+        if drain is not None:
+            await ending.start(_drain_at_sigterm, node, up, drain, ending.cancel_scope)
+        async with node as running, anyio.create_task_group() as tasks:
+            logger.info("agent %s is up and connects to %s", node.identity.agent, bus)
+            if router is not None:
+                tasks.start_soon(router.follow, running)
+            if metrics is not None:
+                _serve_metrics(running, metrics)
+            up.set()
+            await running.run()
+            tasks.cancel_scope.cancel()
+        ending.cancel_scope.cancel()
+
+
+async def _drain_at_sigterm(
+    node: Agent,
+    up: anyio.Event,
+    grace_s: float,
+    scope: anyio.CancelScope,
+    *,
+    task_status: anyio.abc.TaskStatus[None],
+) -> None:
+    """End the agent once its replica is drained, or could not be in time. A second SIGTERM ends it at once."""
+
+    async def drain() -> None:
+        await node.drain(grace_s)
+        tasks.cancel_scope.cancel()
+
+    with anyio.open_signal_receiver(signal.SIGTERM) as signals:
+        task_status.started()
+        await anext(signals)
+        logger.info("SIGTERM: replica %d leaves the fleet", node.identity.replica)
+        async with anyio.create_task_group() as tasks:
+            if up.is_set():
+                tasks.start_soon(drain)
+                await anext(signals)
+            tasks.cancel_scope.cancel()
+    scope.cancel()
 
 
 def _serve_metrics(node: Agent, address: str) -> None:
@@ -313,6 +370,7 @@ def _engine_options(identity: Identity, options: dict[str, Any], traces: Path) -
         traces=traces,
         url=options["url"],
         key_file=options["api_key_file"],
+        digests=options["digests"],
         serve=options["serve"],
         seed=options["seed"],
     )
@@ -353,6 +411,17 @@ def _launched(
     full = profiled_command(kind, full, identity, profiler.plan, Path(profiler.save_path))
     server = ServerProcess(full, log=log, name=f"{kind} server of agent {identity.agent}")
     return LaunchedEngine(engine, server, up_within_s=milliseconds(options["up_within"]) / 1000)
+
+
+def _endpoint(options: dict[str, Any], bus: str) -> str:
+    """What clients elsewhere are told: not the address of this machine to itself."""
+    url = options["worker_url"] or options["url"] or ""
+    if not url or options["node_rank"]:
+        return ""
+    from workers.engines.http import base_url
+
+    here = stays_here(f"tcp://{urlsplit(base_url(url)).netloc}") and not stays_here(bus)
+    return "" if here and not options["worker_url"] else base_url(url)
 
 
 def _router(options: dict[str, Any]) -> "RouterRegistration | None":

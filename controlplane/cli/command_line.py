@@ -17,8 +17,10 @@ from schemas.profiler.conversion import did_you_mean
 if TYPE_CHECKING:
     from controlplane.plane import ControlPlane
 
+BUS_HELP: Final = "Address of the trainer's bus, tcp://HOST:PORT, or the path of a file that names it."
 RUN_HELP: Final = (
-    "Begin a run, and keep an earlier log beside it; continue the one in the log; or its id.  [default: either]"
+    "auto: continue the run in the log if there is one, else begin one; new: begin one, and keep an earlier log beside "
+    "it; resume: continue one; or the id of either.  [default: auto, with a warning]"
 )
 api_key_file = click.option(
     "--api-key-file",

@@ -11,7 +11,7 @@ import click
 from controlplane.cli import interrupt
 from controlplane.cli.command_line import RUN_HELP, Command, api_key_file, metrics_port, serve_bus_metrics
 from controlplane.plane import ControlPlane
-from schemas.config import TIMEOUT_MAX_S
+from schemas.config import TIMEOUT_MAX_S, BusConfig
 from schemas.errors import ConfigError, ExtraMissing
 from schemas.identity import REPLICAS_MAX
 
@@ -26,12 +26,16 @@ TOKEN_VARIABLE = "ROLLOUTCTL_GATEWAY_TOKEN"
 )
 @click.option("--address", default="tcp://127.0.0.1:5555", help="Where agents connect.")
 @click.option("--log", type=_PATH, default="run.db", help="File of the run's log.")
-@click.option("--run", metavar="new|resume|ID", help=RUN_HELP)
+@click.option("--run", metavar="auto|new|resume|ID", help=RUN_HELP)
+@click.option("--log-copy", type=_PATH, help="Folder, shared with other machines, of a live copy of the log.")
+@click.option("--address-file", type=_PATH, help="File to write --address to, for agents that are given the file.")
 @click.option("--keys", type=_PATH, envvar="ROLLOUTCTL_KEYS", help="Folder of the bus's keys.")
 @click.option(
     "--replicas", type=click.IntRange(1, REPLICAS_MAX), help="Number of replicas.  [default: that of --engine]"
 )
-@click.option("--engine", multiple=True, metavar="URL", help="Server of replica 0; again for 1, 2 …")
+@click.option(
+    "--engine", multiple=True, metavar="URL", help="Server of replica 0; again for 1, 2 …  [default: as agents say]"
+)
 @api_key_file
 @click.option("--checkpoints", type=_PATH, default=".", help="Folder above all checkpoints that the trainer writes.")
 @click.option("--listen", default="127.0.0.1:8400", metavar="HOST:PORT", help="Where the trainer posts.")
@@ -74,7 +78,11 @@ def gateway(
     if not (host and port.isdecimal() and int(port) < 65536):
         raise ConfigError(f"--listen is {listen!r}, and must be HOST:PORT, such as 127.0.0.1:8400.")
     checkpoints = options["checkpoints"]
-    plane = ControlPlane(address, log=log, run=run, checkpoints=checkpoints, keys=keys, insecure=insecure_bus)
+    copy, file = (options[name] and str(options[name]) for name in ("log_copy", "address_file"))
+    config = BusConfig(log_copy=copy, address_file=file)
+    plane = ControlPlane(
+        address, log=log, run=run, config=config, checkpoints=checkpoints, keys=keys, insecure=insecure_bus
+    )
     with plane:
         served = Gateway(
             plane,

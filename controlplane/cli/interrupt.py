@@ -46,12 +46,12 @@ def install() -> None:
     signal.signal(signal.SIGINT, _interrupt)
 
 
-def end_soon(code: int = CODE) -> None:
-    """End the process with this code after the grace time, or at once if that has begun already."""
+def end_soon() -> None:
+    """End the process after the grace time, or at once if that has begun already."""
     if _pending.is_set():
-        _end(code)
+        _end()
     _pending.set()
-    timer = threading.Timer(GRACE_S, _end, [code])
+    timer = threading.Timer(GRACE_S, _end)
     timer.daemon = True
     timer.start()
 
@@ -132,12 +132,12 @@ def _interrupt(_: int, __: FrameType | None) -> NoReturn:
     raise Interrupted
 
 
-def _end(code: int) -> NoReturn:
+def _end() -> NoReturn:
     with contextlib.suppress(Exception):
         sys.stderr.write("rolloutctl: ended without waiting for what was under way\n")
         sys.stderr.flush()
     _kill_children()
-    os._exit(code)
+    os._exit(CODE)
 
 
 def _kill_children() -> None:

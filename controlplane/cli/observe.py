@@ -23,7 +23,7 @@ _DEFAULT = ObservePolicy()
 )
 @click.option("--address", required=True, help="Where observing agents connect, tcp://HOST:PORT.")
 @click.option("--log", type=_PATH, required=True, help="File of the log; created, or continued.")
-@click.option("--run", metavar="new|resume|ID", help=RUN_HELP)
+@click.option("--run", metavar="auto|new|resume|ID", help=RUN_HELP)
 @click.option("--keys", type=_PATH, envvar="ROLLOUTCTL_KEYS", help="Folder of the bus's keys.")
 @click.option("--insecure", is_flag=True, help="Allow an address that other machines can reach, without keys.")
 @click.option(

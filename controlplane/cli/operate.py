@@ -13,10 +13,19 @@ from controlplane.bus.operator import ask_status, submit
 from controlplane.bus.operator import retire as ask_retire
 from controlplane.bus.operator import sync as ask_sync
 from controlplane.cli import interrupt
-from controlplane.cli.command_line import Command, Group, note_problem, parse_numbers, read_numbers
+from controlplane.cli.command_line import BUS_HELP, Command, Group, note_problem, parse_numbers, read_numbers
 from controlplane.cli.explain import explain
 from controlplane.cli.tables import Screen, fleet_table
-from schemas.commands import AdapterDrop, AdapterRequest, EngineCommand, ProfileCommand, ProfilePlan, Target, Window
+from schemas.commands import (
+    AdapterDrop,
+    AdapterRequest,
+    Drain,
+    EngineCommand,
+    ProfileCommand,
+    ProfilePlan,
+    Target,
+    Window,
+)
 from schemas.config import TIMEOUT_MAX_S
 from schemas.errors import CommandError, ConfigError
 from schemas.formatting import format_agents, format_replicas, json_text, one_line
@@ -27,7 +36,7 @@ from schemas.profiler.conversion import did_you_mean
 from schemas.reports import INSECURE, FleetStatus, Report, SyncReport
 from schemas.transport.keys import KeySource
 
-bus_option = click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help="Address of the bus, tcp://HOST:PORT.")
+bus_option = click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help=BUS_HELP)
 keys_option = click.option(
     "--key",
     "keys",
@@ -61,22 +70,32 @@ def _publishes(build: Callable[..., ProfileCommand | EngineCommand | AdapterDrop
         force: bool = False,
         **options: Any,
     ) -> None:
-        command = build(**options)
-        report: Report = interrupt.run(
-            partial(submit, bus, command, Target(replicas=replicas), timeout, keys, force=force)
-        )
-        complaints = list(_complaints(report, replicas, options.get("ranks")))
-        if report.failed or report.missing or complaints:
-            note_problem()
-        _print(report, as_json)
-        if not as_json:
-            for outcome in report.outcomes:
-                for trace in outcome.conclusion.traces if isinstance(outcome.conclusion, Acted) else ():
-                    click.echo(one_line(f"  {outcome.agent}: {trace.path}"))
-        for complaint in complaints:
-            click.echo(f"rolloutctl: {complaint}", err=True)
+        _submit(bus, keys, as_json, build(**options), replicas, timeout, force, options.get("ranks"))
 
     return run
+
+
+def _submit(
+    bus: str,
+    keys: KeySource | None,
+    as_json: bool,
+    command: ProfileCommand | EngineCommand | AdapterDrop | Drain,
+    replicas: frozenset[int] | None,
+    timeout: float,
+    force: bool = False,
+    ranks: frozenset[int] | None = None,
+) -> None:
+    report: Report = interrupt.run(partial(submit, bus, command, Target(replicas=replicas), timeout, keys, force=force))
+    complaints = list(_complaints(report, replicas, ranks))
+    if report.failed or report.missing or complaints:
+        note_problem()
+    _print(report, as_json)
+    if not as_json:
+        for outcome in report.outcomes:
+            for trace in outcome.conclusion.traces if isinstance(outcome.conclusion, Acted) else ():
+                click.echo(one_line(f"  {outcome.agent}: {trace.path}"))
+    for complaint in complaints:
+        click.echo(f"rolloutctl: {complaint}", err=True)
 
 
 def _complaints(report: Report, replicas: frozenset[int] | None, ranks: frozenset[int] | None) -> Iterator[str]:
@@ -156,6 +175,26 @@ def _print_fleet(fleet: FleetStatus) -> None:
         console.print(one_line(line), soft_wrap=True, highlight=False, markup=False)
     for failure in fleet.failures:
         console.print(one_line(failure.line), style="red", soft_wrap=True, highlight=False, markup=False)
+
+
+@click.command(cls=Command, short_help="Let replicas end their requests, and retire them.")
+@bus_option
+@keys_option
+@_json
+@click.option(
+    "--grace",
+    type=click.FloatRange(0, TIMEOUT_MAX_S / 2),
+    default=30.0,
+    help="Seconds that running requests may go on; those that are left are aborted.",
+)
+@click.argument("replicas", metavar="N,N-N…", callback=read_numbers)
+def drain(bus: str, keys: KeySource | None, as_json: bool, grace: float, replicas: frozenset[int]) -> None:
+    """Take replicas out of the fleet in good order, and retire them: their agents end, and the servers of those.
+
+    No sync waits for them or names them, and no router or trainer sends them requests any more.
+    """
+    command = Drain(grace_ms=round(grace * 1000))
+    _submit(bus, keys, as_json, command, replicas, command.timeout_ms / 1000)
 
 
 @click.command(cls=Command, short_help="Take replicas or agents out of the run for good.")

@@ -169,7 +169,12 @@ def top_screen(fleet: FleetStatus, view: TopView, width: int, height: int) -> Gr
     foot += [_line(_asked(view), "bold yellow")] if view.question is not None else []
     foot += [_line(_keys_line(fleet, view, width), "reverse")]
     room = height - len(head) - len(foot) - 1
-    lists = [*_selected_lines(fleet, view, width), *_served_lines(fleet), *_open_lines(fleet), *_failure_lines(fleet)]
+    lists = [
+        *_selected_lines(fleet, view, width),
+        *_list(fleet.served_lines, "cyan"),
+        *_list([f"open: {text}" for text in fleet.open_lines], "yellow"),
+        *_list([each.line for each in fleet.failures], "red"),
+    ]
     lists = lists[: max(0, room - min(len(fleet.agents), ROWS_MIN))]
     table, rows = _agents(fleet, view, width, max(1, room - len(lists)))
     return Group(*head, table, *lists, *[Text("")] * (room - rows - len(lists)), *foot)
@@ -213,18 +218,6 @@ def _selected_lines(fleet: FleetStatus, view: TopView, width: int) -> list[Text]
                 one_line(f"{line.agent} on {line.host}{engine}: {line.condition}{line.in_flight}{waits}"), width
             )
     return _list(texts, "bold", 2 * LINES_MAX)
-
-
-def _served_lines(fleet: FleetStatus) -> list[Text]:
-    return _list(fleet.served_lines, "cyan")
-
-
-def _open_lines(fleet: FleetStatus) -> list[Text]:
-    return _list([f"open: {text}" for text in fleet.open_lines], "yellow")
-
-
-def _failure_lines(fleet: FleetStatus) -> list[Text]:
-    return _list([each.line for each in fleet.failures], "red")
 
 
 def _list(texts: list[str], style: str, lines_max: int = LINES_MAX) -> list[Text]:

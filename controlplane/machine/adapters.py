@@ -44,9 +44,9 @@ def keep_of(sync: Sync) -> int:
     return sync.request.adapter.keep if sync.request.adapter is not None else 1
 
 
-def next_adapter_version(state: CoordinatorState, name: str) -> int:
-    """Return the next version of an adapter."""
-    return state.adapters.get(name, _NONE).requested + 1
+def next_adapter_version(state: CoordinatorState, name: str, above: int = 0) -> int:
+    """Return the next version of an adapter, larger than `above`."""
+    return max(state.adapters.get(name, _NONE).requested, above) + 1
 
 
 def refused_adapter(state: CoordinatorState, adapter: AdapterVersion) -> str:
@@ -69,8 +69,7 @@ def refused_adapter(state: CoordinatorState, adapter: AdapterVersion) -> str:
                     f"{name} v{adapter.version} was used before, for {used.adapter.path}. Take a newer one, or None to "
                     "let the run count. Nothing was published"
                 )
-    newest = max((used.adapter.version for used in known.used if used.committed_seq), default=0)
-    if adapter.version < newest:
+    if adapter.version < (newest := known.newest_committed):
         return f"{adapter.name} v{newest} is committed, which is newer than v{adapter.version}. Nothing was published"
     live = [used.adapter for other in state.adapters.values() for used in other.used if not used.dropped_seq]
     size = sum(len(encode(version)) for version in {version.model: version for version in (*live, adapter)}.values())

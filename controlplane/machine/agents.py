@@ -29,7 +29,7 @@ from controlplane.machine.coordinator_state import (
 )
 from controlplane.machine.provenance import with_holders
 from controlplane.machine.publishing import send_missing
-from schemas.desired import Desired
+from schemas.desired import Adapter, Desired
 from schemas.formatting import agent_order, format_agents, format_list
 from schemas.identity import ROLLOUT, Identity, RolloutMode, replica_and_node
 from schemas.wire import Rejoin, Snapshot, Welcome
@@ -43,7 +43,7 @@ def on_hello(state: CoordinatorState, event: events.HelloReceived, effects: Effe
     hello, settings = event.hello, state.settings
     name = hello.identity.agent
     holder = state.members.get(name)
-    if name in state.retired:
+    if name in state.retired and (not hello.rejoin or hello.incarnation == state.retired[name]):
         send(state, event.peer, Rejoin(reason=_retired(name), give_up=True), effects)
         return state
     if settings.observe is not None and hello.identity.mode is not RolloutMode.OBSERVED:
@@ -52,6 +52,9 @@ def on_hello(state: CoordinatorState, event: events.HelloReceived, effects: Effe
     same = holder is not None and holder.hello.incarnation == hello.incarnation
     if holder is not None and same and hello.attempt < holder.hello.attempt:
         return state  # it waited in the queue of a connection that the agent has replaced
+    if not same and hello.identity.unit in state.draining:
+        send(state, event.peer, Rejoin(reason=f"replica {hello.identity.unit} leaves the fleet"), effects)
+        return state
     if holder is not None and not same and holder.state in ALIVE:
         return _dispute(state, event, holder, _taken(holder), effects)
     other = _of_other_shape(state, hello.identity)
@@ -178,6 +181,8 @@ def on_join(
     member = state.members[name]
     identity = member.hello.identity
     desired = state.desired.get(identity.unit) or _first_desired(state.default_desired, identity)
+    if name in state.retired and identity.syncs:  # its engine may be the one of then
+        desired = replace(desired, adapters={**dict.fromkeys(state.adapters, Adapter()), **desired.adapters})
     if member.fresh and identity.node_rank == 0 and identity.role == ROLLOUT:
         desired = _leave_quarantine(desired, state.default_desired)
         for sync in state.syncs.values():
@@ -188,6 +193,7 @@ def on_join(
         state,
         members={**state.members, name: member},
         desired={**state.desired, identity.unit: desired},
+        retired=_without(state.retired, name),
     )
 
 
@@ -243,8 +249,8 @@ def on_lost(state: CoordinatorState, event: events.PeerLost, _: Effects) -> Coor
 
 def _retired(name: str) -> str:
     return (
-        f"agent {name} was retired from this run, and a retired place does not come back: start the agent under "
-        "another replica index"
+        f"agent {name} was retired from this run. To take up a retired place again, start a new agent with --rejoin; "
+        "or start it under another replica index"
     )
 
 
@@ -270,22 +276,33 @@ def on_retire_requested(state: CoordinatorState, event: events.RetireRequested, 
         reason = reason or f"this run has no agent {format_list(unknown)}"
         effects.append(events.Refuse(ticket=event.ticket, kind="retire", reason=f"{reason}. Nothing was retired"))
         return state
-    members = {name: member for name, member in state.members.items() if name not in agents}
-    gone_units = {state.members[name].hello.identity.unit for name in agents if name in state.members}
+    return retire(state, agents, event.ticket, effects)
+
+
+def retire(state: CoordinatorState, agents: frozenset[str], ticket: int | None, effects: Effects) -> CoordinatorState:
+    """Take agents out of the run. Those that still run are told to end."""
+    gone = {name: state.members[name] for name in sorted(agents, key=agent_order) if name in state.members}
+    members = {name: member for name, member in state.members.items() if name not in gone}
+    gone_units = {member.hello.identity.unit for member in gone.values()}
     gone_units -= {member.hello.identity.unit for member in members.values()}
-    effects.append(events.Retired(ticket=event.ticket, agents=tuple(sorted(agents, key=agent_order))))
+    effects.append(events.Retired(ticket=ticket, agents=tuple(sorted(agents, key=agent_order))))
+    for name, member in gone.items():
+        if member.state in ALIVE:
+            send(state, member.peer, Rejoin(reason=_retired(name), give_up=True), effects)
+    incarnations = {name: member.hello.incarnation for name, member in gone.items()}
     return replace(
         state,
         members=members,
         desired={unit: desired for unit, desired in state.desired.items() if unit not in gone_units},
         claims={name: claim for name, claim in state.claims.items() if name not in agents},
-        retired=state.retired | agents,
+        stops={unit: stop for unit, stop in state.stops.items() if unit not in gone_units},
+        retired={**dict.fromkeys(agents, ""), **state.retired, **incarnations},
     )
 
 
 def _agents_at(state: CoordinatorState, places: Iterable[str]) -> dict[str, set[str]]:
     """The agents that each place names: one agent, or all of a replica. Those that are retired already count."""
-    known = state.members.keys() | state.retired
+    known = state.members.keys() | state.retired.keys()
     replicas: dict[int, set[str]] = {}
     for name in sorted(known):
         if (node := replica_and_node(name)) is not None:

@@ -5,7 +5,8 @@ Rules
 1. Pure and total, like the agents' machine: no I/O, no clock, no randomness; it never raises for an input. A state is
    replaced, never changed.
 2. A decision is in the log before its effects are performed, so a command is recorded before it is published.
-3. Every command ends, with one outcome for each agent that the run knows and that is not retired. It is open for those
+3. Every command ends, with one outcome for each agent that the run knows, and that neither is retired nor leaves the
+   fleet meanwhile. It is open for those
    that are live when it is issued, and ends for each of them with an answer, or as `missing`: at the deadline, when the
    agent is lost, or when another incarnation replaces it. For those that are away it ends at once, as `absent`.
 4. The desired state of a replica is the fold of the run's commands (`schemas.desired.desired_after`), not of its
@@ -27,7 +28,7 @@ from typing import Any, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from controlplane.machine import adapters, agents, events, sessions, sync
+from controlplane.machine import adapters, agents, drains, events, sessions, sync
 from controlplane.machine.coordinator_state import (
     UNKNOWN_PEER,
     CoordinatorState,
@@ -39,8 +40,9 @@ from controlplane.machine.coordinator_state import (
 )
 from controlplane.machine.provenance import with_counted, with_holders
 from controlplane.machine.publishing import oversize, publish, retransmit
+from controlplane.machine.quorum import with_digests_compared
 from controlplane.machine.replicas import note_outcomes
-from schemas.commands import AdapterSync, EpochStart, Target, WeightSync
+from schemas.commands import AdapterSync, Drain, EpochStart, Target, WeightSync
 from schemas.outcomes import Missing
 from schemas.reports import AgentOutcome, Report
 
@@ -131,11 +133,12 @@ def _on_status(state: CoordinatorState, event: events.StatusReceived, effects: E
 
 def _on_issued(state: CoordinatorState, event: events.Issued, effects: Effects) -> CoordinatorState:
     reason = oversize(event.command, event.target) or sessions.refused_start(state, event)
-    if reason := reason or adapters.refused_drop(state, event.command):
+    reason = reason or adapters.refused_drop(state, event.command)
+    if reason := reason or drains.refused_drain(state, event.command, event.target):
         effects.append(events.Refuse(ticket=event.ticket, kind="command", reason=reason))
         return state
     state = replace(state, trainer_session=sessions.trainer_session_after(state, event))
-    return publish(
+    state = publish(
         state,
         event.command,
         event.target,
@@ -145,6 +148,7 @@ def _on_issued(state: CoordinatorState, event: events.Issued, effects: Effects) 
         ticket=event.ticket,
         operator=event.operator,
     )
+    return drains.released(state, event.target) if isinstance(event.command, Drain) else state
 
 
 def _on_answers(state: CoordinatorState, event: events.AnswersReceived, effects: Effects) -> CoordinatorState:
@@ -204,10 +208,13 @@ def _end(
 ) -> CoordinatorState:
     """Report a command that waits for no agent."""
     record = ended.record
-    report = Report(seq=record.seq, origin=record.origin, command=ended.command, outcomes=ended.all_outcomes)
+    outcomes = with_digests_compared(ended.command, ended.all_outcomes)
+    report = Report(seq=record.seq, origin=record.origin, command=ended.command, outcomes=outcomes)
     missing = [outcome for outcome in report.outcomes if type(outcome.conclusion) is Missing]
     state = note_outcomes(state, ended.command, missing)
     effects.append(events.Conclude(ticket=ended.ticket, report=report))
+    if isinstance(ended.command, Drain):
+        return drains.retire_drained(state, ended, effects)
     return sync.on_phase_ended(state, ended, report, event, effects)
 
 
@@ -228,6 +235,7 @@ REACTIONS: Final[dict[type[Struct], Callable[[CoordinatorState, Any, Effects], C
     events.JoinReceived: agents.on_join,
     events.StatusReceived: _on_status,
     events.ResendRequested: agents.on_resend_requested,
+    events.LeaveRequested: drains.on_leave_requested,
     events.PeerLost: agents.on_lost,
     events.AnswersReceived: _on_answers,
     events.TimerFired: _on_timer,
@@ -237,6 +245,6 @@ REACTIONS: Final[dict[type[Struct], Callable[[CoordinatorState, Any, Effects], C
 
 _MAY_END_COMMANDS: Final = (
     *(events.Opened, events.Issued, events.SyncRequested, events.SendFailed, events.SendReturned),
-    *(events.PeerLost, events.AnswersReceived, events.TimerFired),
+    *(events.PeerLost, events.LeaveRequested, events.AnswersReceived, events.TimerFired),
 )
 """Events after which a command may wait for no agent any more."""

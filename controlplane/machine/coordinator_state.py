@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from controlplane.machine import events
 from schemas.agent_status import AgentStatus
-from schemas.commands import AdapterVersion, Command
+from schemas.commands import AdapterVersion, Command, SyncPhase
 from schemas.config import BusConfig
 from schemas.desired import Committed, Desired
 from schemas.identity import Count, Positive, agent_of
@@ -143,6 +143,11 @@ class KnownAdapter(Struct, frozen=True, kw_only=True):
     requested: Count = 0
     used: tuple[UsedAdapter, ...] = ()
 
+    @property
+    def newest_committed(self) -> int:
+        """The newest version that was ever committed, of those that are remembered; 0 if there is none."""
+        return max((used.adapter.version for used in self.used if used.committed_seq), default=0)
+
 
 class Sync(Struct, frozen=True, kw_only=True):
     """A sync in progress, of base weights or of one adapter.
@@ -153,27 +158,31 @@ class Sync(Struct, frozen=True, kw_only=True):
         members: Replicas that take part.
         lost: Replicas that failed.
         restarted: Replicas whose agent joined as a new incarnation since the sync began.
+        differing: Replicas that loaded other bytes than the others. A restart of their agents does not change that.
         holding: Replicas for which these weights were committed before the sync began.
         reports: Of the phases that have ended.
         sent: The trainer has sent the weights that are being loaded.
         stuck: Replicas that have not received them: their engines may wait for a long time, and are not waited for.
         failure: Why it is aborted, if it is.
         held_until_us: The commit waits until then for the trainer's sender to return; None if it does not wait.
+        shrunk: Replicas have begun to leave the fleet meanwhile: the quorum is all that are left at most.
     """
 
     request: events.SyncRequested
     version: Positive
-    phase: Literal["prepare", "load", "commit", "abort"] = "prepare"
+    phase: SyncPhase = "prepare"
     seq: Count = 0
     members: frozenset[Count] = frozenset()
     lost: frozenset[Count] = frozenset()
     restarted: frozenset[Count] = frozenset()
+    differing: frozenset[Count] = frozenset()
     holding: frozenset[Count] = frozenset()
     reports: tuple[Report, ...] = ()
     sent: bool = False
     stuck: frozenset[Count] = frozenset()
     failure: str = ""
     held_until_us: int | None = None
+    shrunk: bool = False
 
     @property
     def key(self) -> str:
@@ -213,7 +222,7 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
         newest_version: The newest that a sync was ever requested for.
         loaded: Base weights that entered the load phase of a sync, the newest of them, in the order of their versions.
         claims: Places in the fleet that another incarnation claims: which one, and since when (µs).
-        retired: Agents that an operator took out of the run for good.
+        retired: Agents that were taken out of the run, each with its last incarnation, which does not come back.
         trainer_session: Step of the profiling session that the trainer opened, until a stop of that step.
         adapters: LoRA adapters, by name.
         discarded_seq: Position of the newest sleep after which engines have to load their adapters again.
@@ -234,11 +243,16 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     newest_version: Count = 0
     loaded: tuple[LoadedWeights, ...] = ()
     claims: Mapping[str, tuple[str, int]] = {}
-    retired: frozenset[str] = frozenset()
+    retired: Mapping[str, str] = {}
     trainer_session: Count | None = None
     adapters: Mapping[str, KnownAdapter] = {}
     discarded_seq: Count = 0
     samples: SampleStatus | None = None
+
+    @property
+    def draining(self) -> frozenset[int]:
+        """Replicas that leave the fleet, and take part in nothing more."""
+        return frozenset(unit for unit, desired in self.desired.items() if desired.draining and isinstance(unit, int))
 
     @property
     def sync(self) -> Sync | None:

@@ -4,12 +4,12 @@
 `ticket` names the caller that waits for the result, and is unique in one life of the bus.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
 from schemas.agent_status import AgentStatus
-from schemas.commands import AdapterRequest, Command, Manifest, Source, Target
+from schemas.commands import AdapterRequest, Command, Grace, Manifest, Source, Target
 from schemas.config import ObservePolicy
 from schemas.identity import Count, InFlight, Label, Milliseconds, Name, Port, Positive, Text
 from schemas.outcomes import Outcome
@@ -19,6 +19,7 @@ from schemas.wire import Downward, Envelope, Hello
 Peer = Annotated[str, Meta(max_length=255)]
 Proof = Literal["proven", "launch", "unproven", "aborted", "unknown"]
 """Whether weights were proven to be what a replica had, see `controlplane.machine.provenance`."""
+PROVEN: Final[tuple[Proof, ...]] = ("proven", "launch")
 OnUnreachable = Literal["skip", "wait"]
 """What a sync does about replicas that are known to be unable to answer: skip them, or wait for them."""
 
@@ -111,6 +112,19 @@ class RetireRequested(Struct, frozen=True, kw_only=True, tag="retire_requested")
     places: tuple[Name, ...]
 
 
+class LeaveRequested(Struct, frozen=True, kw_only=True, tag="leave_requested"):
+    """An agent wants its replica to leave the fleet, and to be retired.
+
+    Attributes:
+        grace_ms: As in `Drain`.
+    """
+
+    at_us: int
+    at_ns: int
+    peer: Peer
+    grace_ms: Grace
+
+
 class SendFailed(Struct, frozen=True, kw_only=True, tag="send_failed"):
     """The trainer could not send the weights that the load phase of a sync waits for.
 
@@ -142,8 +156,8 @@ class SampleCount(Struct, frozen=True, kw_only=True):
 
     Attributes:
         adapter: That made them; empty for base weights alone.
-        version: In this run; None if it is not known.
-        staleness: By how many versions it was behind the newest committed one; None if that is not known.
+        version: In this run; None if it is not known, or if there were too many to tell them apart.
+        staleness: By how many versions it was behind the newest committed one; None likewise.
         proof: Whether their replica was proven to hold these weights, as in `TokenSpan`.
         accepted: The trainer took them.
         sequences: Those whose first token it made.
@@ -257,7 +271,7 @@ class Closed(Struct, frozen=True, kw_only=True, tag="closed"):
     at_ns: int
 
 
-PeerEvent = HelloReceived | JoinReceived | StatusReceived | ResendRequested | PeerLost
+PeerEvent = HelloReceived | JoinReceived | StatusReceived | ResendRequested | LeaveRequested | PeerLost
 CallerEvent = Issued | SyncRequested | RetireRequested | SendFailed | SendReturned | SamplesCounted
 CoordinatorEvent = Opened | CallerEvent | PeerEvent | AnswersReceived | TimerFired | Closed
 
@@ -315,9 +329,13 @@ class Refuse(Struct, frozen=True, kw_only=True, tag="refuse"):
 
 
 class Retired(Struct, frozen=True, kw_only=True, tag="retired"):
-    """These agents no longer belong to the run."""
+    """These agents no longer belong to the run.
 
-    ticket: Positive
+    Attributes:
+        ticket: None if no caller waits for it: they were drained.
+    """
+
+    ticket: Positive | None
     agents: tuple[Name, ...]
 
 

@@ -1,10 +1,11 @@
 """The fleet at one moment: what a trainer and its doors may read of it. Pure."""
 
-from controlplane.machine.adapters import adapter_statuses, oldest_adapter
+from controlplane.machine.adapters import adapter_statuses, needed_paths, oldest_adapter
 from controlplane.machine.coordinator_state import CoordinatorState
 from controlplane.machine.engine_answers import labelled_tokens, model_of
 from controlplane.machine.provenance import Provenance, provenance
-from controlplane.machine.replicas import oldest_version, proven_replicas
+from controlplane.machine.replicas import needed_weights, proven_replicas
+from schemas.commands import durable_source
 from schemas.identity import RolloutMode
 from schemas.reports import AdapterStatus
 
@@ -32,18 +33,34 @@ class FleetView:
         return dict(self._proven.serving)
 
     @property
-    def oldest_version(self) -> int:
-        """The oldest version that a replica may still have to load."""
-        return oldest_version(self.state)
+    def needed_checkpoints(self) -> frozenset[str]:
+        """Directories of weights and adapters that a replica may still have to read."""
+        return needed_weights(self.state) | needed_paths(self.state)
+
+    def oldest_adapter(self, name: str) -> int:
+        """Return the oldest version of an adapter whose files a replica may still read; 0 if none is needed."""
+        return oldest_adapter(self.state, name)
+
+    @property
+    def loaded_checkpoints(self) -> frozenset[str]:
+        """Directories of the newest weights that engines may ever have loaded."""
+        sources = (durable_source(known.weights.source) for known in self.state.loaded)
+        return frozenset(source.path for source in sources if source is not None)
+
+    @property
+    def endpoints(self) -> dict[int, str]:
+        """Where the servers of the replicas are that are proven to serve, of those that say it."""
+        return {replica: url for replica in self._proven.serving if (url := self.endpoint(replica))}
+
+    def endpoint(self, replica: int) -> str:
+        """Return where the server of a replica is, as its newest agent said; empty if it did not."""
+        member = self.state.members.get(f"{replica}.0")
+        return member.hello.endpoint.rstrip("/") if member is not None else ""
 
     @property
     def adapters(self) -> dict[str, AdapterStatus]:
         """The LoRA adapters that are served, by name."""
         return adapter_statuses(self.state)
-
-    def oldest_adapter(self, name: str) -> int:
-        """Return the oldest version of an adapter whose files a replica may still read; 0 if none is needed."""
-        return oldest_adapter(self.state, name)
 
     def provenance(self, answer: object, *, replica: int | None = None, model: str = "") -> list[Provenance]:
         """Return which weights made each sequence of an engine's answer, and whether that is proven.
@@ -74,6 +91,8 @@ class FleetView:
             return "no agent has joined there" if member is None else f"its agent is {member.state}"
         if replica in self._proven.serving:
             return ""
+        if replica in state.draining:
+            return "it leaves the fleet"
         status, desired = member.status, state.desired.get(replica, state.default_desired)
         reported = status.quarantined if status is not None and not member.sync_acked else 0
         if version := desired.quarantined or reported:

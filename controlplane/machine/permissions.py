@@ -21,7 +21,7 @@ PLACES_NAMED: Final = 8
 MAY_SEND: Final[dict[KeyRole, tuple[type, ...]]] = {
     "agent": (
         *(wire.Hello, wire.Join, AgentStatus, wire.TimeRequest),
-        *(wire.CommandOutcome, wire.ResendRequest, wire.DecisionBatch, wire.Goodbye),
+        *(wire.CommandOutcome, wire.ResendRequest, wire.DecisionBatch, wire.Leave, wire.Goodbye),
     ),
     "operator": (wire.StatusRequest, wire.Submit, wire.SyncRequest, wire.Retire),
     "observer": (wire.StatusRequest,),

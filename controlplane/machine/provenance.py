@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from controlplane.machine.adapters import holds_version
 from controlplane.machine.coordinator_state import CoordinatorState, LoadedWeights, UsedAdapter
-from controlplane.machine.events import Proof, SamplesCounted
+from controlplane.machine.events import PROVEN, Proof, SamplesCounted
 from controlplane.machine.replicas import holds_committed, is_primary
 from controlplane.machine.versions import label_of
 from schemas.desired import Committed
@@ -116,7 +116,7 @@ def accepts(
         unproven: Take tokens of weights that their replica was not proven to hold. Those of an aborted sync never are.
     """
     said = ", ".join(f"{span.begin}-{span.end} {span.label!r} ({span.proof})" for span in provenance.spans[:8])
-    if provenance.proof == "aborted" or (not unproven and provenance.proof not in ("proven", "launch")):
+    if provenance.proof == "aborted" or (not unproven and provenance.proof not in PROVEN):
         return Verdict(f"it has tokens of weights that were not proven: {said}")
     if not mixed and provenance.mixed:
         return Verdict(f"more than one version made it: {said}")
@@ -151,10 +151,9 @@ def _known(state: CoordinatorState, label: str, replica: int | None) -> tuple[st
         if label.startswith(name):
             used = next((used for used in adapter.used if used.adapter.model == label), None)
             if used is not None:
-                newest = max((other.adapter.version for other in adapter.used if other.committed_seq), default=0)
                 open_ = name in state.syncs
                 proof = _proof(committed=bool(used.committed_seq), holders=used.holders, open_=open_, replica=replica)
-                return name, used.adapter.version, newest, proof
+                return name, used.adapter.version, adapter.newest_committed, proof
     newest = max((known.weights.version for known in state.loaded if known.committed), default=0)
     if label == LAUNCH_LABEL:
         return "", 0, newest, "unproven" if newest else "launch"

@@ -95,10 +95,11 @@ def publish(
 
 def _absent_outcomes(state: CoordinatorState, at_us: int) -> tuple[AgentOutcome, ...]:
     """What a command that is issued now concludes for each known agent that is not live."""
+    draining = state.draining
     return tuple(
         AgentOutcome(agent=name, conclusion=Missing("absent", away_ms(member, at_us)))
         for name, member in sorted(state.members.items())
-        if member.joined and member.state != "live"
+        if member.joined and member.state != "live" and member.hello.identity.unit not in draining
     )
 
 

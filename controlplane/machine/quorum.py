@@ -7,21 +7,25 @@ A replica's primary (node rank 0) speaks for it. A replica that never syncs (a c
 replica that fails is named in the quarantine of the next phase, and so is paused before others serve the new version.
 One that served this version before the sync takes part without a change.
 
+After a load an agent reports a digest of what its engine holds, where the engine can tell. A replica that differs from
+most of its kind and layout has failed, whether or not the trainer announced a digest.
+
 A replica that is away is left out instead: its agent is lost or was lost before the sync, or has restarted, or its
 engine is down. What is desired of it advances with the fleet, so that it comes back to what was committed meanwhile.
 No phase waits for one once the others meet the quorum. Until it is back, every report names it as unproven.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, Literal
 
 from msgspec.structs import replace
 
 from controlplane.machine.coordinator_state import Sync
-from schemas.commands import WeightSync
+from schemas.commands import Command, WeightSync
 from schemas.formatting import format_replicas
 from schemas.identity import replica_and_node
-from schemas.outcomes import Acted, Conclusion, Failed, Missing, Reason, Skipped
+from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing, Reason, Skipped
 from schemas.reports import AgentOutcome, Report, SyncReport
 
 _TAKES_NO_PART: Final = tuple(map(Skipped, (Reason.MODE_NEVER_SYNCS, Reason.NOT_TARGETED, Reason.OBSERVING)))
@@ -32,6 +36,44 @@ _AWAY: Final = ("absent", "gone", "restarted", "engine_down")
 
 Conclusions = Mapping[int, Conclusion]
 """What the primary of each replica concluded."""
+
+
+def with_digests_compared(command: Command, outcomes: tuple[AgentOutcome, ...]) -> tuple[AgentOutcome, ...]:
+    """Return the outcomes of a load, with the failure of each replica whose bytes are not those of most of its layout.
+
+    Digests are compared with others of their kind and layout, which is what stands before the last colon. Without a
+    majority nothing shows which bytes are right, so all of that layout have failed.
+    """
+    if not isinstance(command, WeightSync) or command.phase != "load":
+        return outcomes
+    digests = [_loaded_digest(line.conclusion, command.version) for line in outcomes]
+    holders = Counter(filter(None, digests))
+    layouts = Counter(map(_layout, holders.elements()))
+    wrong = {digest: held for digest, held in holders.items() if 2 * held <= layouts[_layout(digest)]}
+    if not wrong:
+        return outcomes
+    return tuple(
+        replace(line, conclusion=_differs(command.version, digest, wrong[digest])) if digest in wrong else line
+        for line, digest in zip(outcomes, digests, strict=True)
+    )
+
+
+def _loaded_digest(conclusion: Conclusion, version: int) -> str:
+    """A replica in quarantine acts too, and holds an older version."""
+    return conclusion.digest or "" if isinstance(conclusion, Acted) and conclusion.version == version else ""
+
+
+def _layout(digest: str) -> str:
+    return digest.rpartition(":")[0]
+
+
+def _differs(version: int, digest: str, held: int) -> Failed:
+    return Failed(
+        ErrorKind.DIGEST_MISMATCH,
+        f"the engine reported success for the load of version {version}, but holds weights with digest "
+        f"{digest.rpartition(':')[2][:12]}, as {held} in all do, which are not most of this layout. Sync again; if "
+        "engines arrange the same weights in different ways, start their agents with --digests never.",
+    )
 
 
 def primary_conclusions(outcomes: Iterable[AgentOutcome], known: frozenset[int]) -> dict[int, Conclusion]:
@@ -51,7 +93,10 @@ def with_conclusions(sync: Sync, report: Report, conclusions: Conclusions) -> Sy
     failed = members & _those(conclusions, _dropped_out)
     # A replica that could not load a version of an adapter was not put in quarantine for it, and tried again.
     lost = failed if sync.key and sync.phase == "commit" else sync.lost | failed
-    return replace(sync, reports=(*sync.reports, report), members=members, lost=lost - sync.restarted)
+    if sync.phase == "load":
+        sync = replace(sync, differing=_those(conclusions, _holds_other_bytes))
+    lost = lost - sync.restarted | sync.differing
+    return replace(sync, reports=(*sync.reports, report), members=members, lost=lost)
 
 
 def all_stale(sync: Sync, conclusions: Conclusions) -> bool:
@@ -106,8 +151,15 @@ def _dropped_out(conclusion: Conclusion) -> bool:
     return conclusion not in (_ALREADY, _STALE) and not (isinstance(conclusion, Missing) and conclusion.reason in _AWAY)
 
 
+def _holds_other_bytes(conclusion: Conclusion) -> bool:
+    return isinstance(conclusion, Failed) and conclusion.error is ErrorKind.DIGEST_MISMATCH
+
+
 def _quorum(sync: Sync) -> int:
-    return sync.request.quorum or len(sync.members) // 2 + 1
+    quorum = sync.request.quorum
+    if quorum is None:
+        return len(sync.members) // 2 + 1
+    return max(1, min(quorum, len(sync.members))) if sync.shrunk else quorum
 
 
 def sync_report(

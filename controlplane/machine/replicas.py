@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from controlplane.machine.coordinator_state import CoordinatorState, Member
 from controlplane.machine.stops import stopped_replicas
-from schemas.commands import AdapterSync, Command, EngineCommand, Target, WeightSync
+from schemas.commands import AdapterSync, Command, EngineCommand, Target, WeightSync, durable_source
 from schemas.desired import Desired
 from schemas.formatting import agent_order, format_duration
 from schemas.identity import ROLLOUT, Identity
@@ -40,11 +40,14 @@ def identities(state: CoordinatorState) -> dict[int | str, Identity]:
 
 def syncing_replicas(state: CoordinatorState, target: Target) -> frozenset[int]:
     """Return the known replicas that a sync with this target is for."""
-    joined = {member.hello.identity.unit for member in state.members.values() if member.joined}
+    joined, draining = (
+        {member.hello.identity.unit for member in state.members.values() if member.joined},
+        state.draining,
+    )
     return frozenset(
         identity.replica
         for unit, identity in identities(state).items()
-        if identity.syncs and unit in joined and target.includes(identity)
+        if identity.syncs and unit in joined and target.includes(identity) and identity.replica not in draining
     )
 
 
@@ -67,8 +70,13 @@ def is_engine_down(member: Member) -> bool:
 
 
 def live_agents(state: CoordinatorState) -> frozenset[str]:
-    """Return the agents that are live: they owe an answer to each command."""
-    return frozenset(name for name, member in state.members.items() if member.state == "live")
+    """Return the agents that owe an answer to each command: those that are live, and whose replicas don't leave."""
+    draining = state.draining
+    return frozenset(
+        name
+        for name, member in state.members.items()
+        if member.state == "live" and member.hello.identity.unit not in draining
+    )
 
 
 def note_outcomes(state: CoordinatorState, command: Command, outcomes: Iterable[AgentOutcome]) -> CoordinatorState:
@@ -217,21 +225,26 @@ def holds_committed(member: Member, desired: Desired) -> bool:
     return bool(member.sync_acked) or (member.status is not None and member.status.version == desired.version)
 
 
-def oldest_version(state: CoordinatorState) -> int:
-    """Return the oldest version that a known replica, or one that is new, may still have to load."""
-    versions = [state.desired[replica].version for replica in syncing_replicas(state, Target()) & state.desired.keys()]
-    return min(versions, default=state.default_desired.version)
+def needed_weights(state: CoordinatorState) -> frozenset[str]:
+    """Return the checkpoints that a known replica, or one that is new, may still have to load, and those of syncs."""
+    replicas = syncing_replicas(state, Target()) & state.desired.keys()
+    committed = [desired.committed for desired in (state.default_desired, *map(state.desired.__getitem__, replicas))]
+    sources = [weights.source for weights in committed if weights is not None]
+    durable = map(durable_source, (*sources, *(sync.request.source for sync in state.syncs.values())))
+    return frozenset(source.path for source in durable if source is not None)
 
 
 def all_serve(state: CoordinatorState, count: int, since_us: int) -> bool:
     """Return whether `count` agents are live, and none that is live lacks anything."""
-    live = [member for member in state.members.values() if member.state == "live"]
+    live = [state.members[name] for name in live_agents(state)]
     return len(live) >= count and all(not _lacks(state, member, since_us) for member in live)
 
 
 def not_ready_reasons(state: CoordinatorState, since_us: int) -> dict[str, str]:
     """Return what keeps each known agent from serving; only what it reported after `since_us` counts."""
-    lacking = {name: _lacks(state, member, since_us) for name, member in state.members.items()}
+    draining = state.draining
+    staying = {name: member for name, member in state.members.items() if member.hello.identity.unit not in draining}
+    lacking = {name: _lacks(state, member, since_us) for name, member in staying.items()}
     return {name: lacking[name] for name in sorted(lacking, key=agent_order) if lacking[name]}
 
 

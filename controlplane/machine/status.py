@@ -73,6 +73,7 @@ def fleet_status(
         stopped=stopped_replicas(state),
         adapters=tuple(adapter_statuses(state).values()),
         samples=state.samples,
+        draining=tuple(sorted(state.draining)),
     )
 
 
@@ -96,6 +97,8 @@ def _newer(member: Member, desired: Desired, serving: int | None) -> str:
         return "" if serves and status.version == serving else f"v{serving}, generating"
     if not serves:
         return ""
+    if desired.draining:
+        return "leaves the fleet"
     if desired.sync is not None:
         return f"in the sync to v{desired.sync.version}"
     if desired.quarantined:

@@ -58,7 +58,7 @@ from controlplane.machine.versions import (
     weights_of,
     with_loaded,
 )
-from schemas.commands import AdapterSync, WeightSync
+from schemas.commands import AdapterSync, SyncPhase, WeightSync
 from schemas.outcomes import Missing
 from schemas.reports import Report
 
@@ -146,7 +146,7 @@ def _load(state: CoordinatorState, sync: Sync, event: events.CoordinatorEvent, e
 
 def _commit(state: CoordinatorState, sync: Sync, event: events.CoordinatorEvent, effects: Effects) -> CoordinatorState:
     """Replicas serve the new weights."""
-    command = _command(sync, "commit", sync.lost - sync.restarted)
+    command = _command(sync, "commit", sync.lost - sync.restarted | sync.differing)
     if failure := oversize(command, sync.request.target):
         return _abort(state, replace(sync, failure=failure), event, effects)
     if (adapter := adapter_of(sync)) is not None:
@@ -161,9 +161,7 @@ def _abort(state: CoordinatorState, sync: Sync, event: events.CoordinatorEvent, 
     return _open(state, replace(sync, phase="abort", held_until_us=None), _command(sync, "abort"), event, effects)
 
 
-def _command(
-    sync: Sync, phase: Literal["prepare", "load", "commit", "abort"], quarantine: frozenset[int] = frozenset()
-) -> WeightSync | AdapterSync:
+def _command(sync: Sync, phase: SyncPhase, quarantine: frozenset[int] = frozenset()) -> WeightSync | AdapterSync:
     """The command of a phase. A replica that lacks a version of an adapter serves on, so none is in quarantine."""
     request = sync.request
     if (adapter := adapter_of(sync)) is not None:

@@ -63,12 +63,12 @@ def refused_version(state: CoordinatorState, sync: Sync) -> str:
     return f"version {version} was used before: engines may have loaded it from {differs}. {advice}"
 
 
-def next_version(state: CoordinatorState, source: Source) -> int:
-    """Return the next version of the run.
+def next_version(state: CoordinatorState, source: Source, above: int = 0) -> int:
+    """Return the next version of the run, larger than `above`.
 
     Agents label what they load with its number, so it passes over labels of pushes.
     """
-    version = state.newest_version + 1
+    version = max(state.newest_version, above) + 1
     taken = [known.weights.source.label for known in state.loaded if isinstance(known.weights.source, Pushed)]
     while not isinstance(source, Pushed) and str(version) in taken:
         version += 1

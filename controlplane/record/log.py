@@ -26,7 +26,7 @@ from typing import Final, Self
 from msgspec import MsgspecError, Struct, convert
 
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
-from controlplane.machine.events import AnswersReceived, CoordinatorEffect, CoordinatorEvent
+from controlplane.machine.events import AnswersReceived, CoordinatorEffect, CoordinatorEvent, Publish
 from controlplane.record.archive import open_records, rename_previous_log
 from controlplane.record.bodies import (
     STATE,
@@ -43,8 +43,9 @@ from controlplane.record.bodies import (
 )
 from controlplane.record.entries import AgentMark, LogEntry, LogItem, LogMark, coordinator_event_decoder
 from controlplane.record.marks import decode_mark, decode_state, encode_mark
-from schemas.errors import ConfigError, LogCorrupt, LogError, LogFull, WireError
+from schemas.errors import ConfigError, LogCorrupt, LogError, LogFull, LogLocked, WireError
 from schemas.storage.database import Durability
+from schemas.storage.record_copy import RecordCopy, has_copy, put_aside
 from schemas.storage.record_file import RecordFile
 from schemas.storage.records import Record, RecordReader
 from schemas.wall_clock import wall_clock_ns
@@ -96,6 +97,8 @@ class RunLog:
         self._recorded: dict[str, dict[str, int]] = {}  # by agent and journal: number of the last recorded decision
         self._holes: dict[tuple[str, str], int] = {}  # by agent and journal: first number of a batch after a hole
         self._unmarked_records = self._unmarked_bytes = self._mark_bytes = 0  # since the newest mark; of that mark
+        self._copy: RecordCopy | None = None
+        self._publishes = False  # since the last commit
 
     @classmethod
     def open(
@@ -106,32 +109,42 @@ class RunLog:
         *,
         bytes_max: int | None = None,
         age_max_s: int | None = None,
+        copy: str | None = None,
     ) -> Self:
         """Create the log of a new run, or continue one.
 
         Args:
             path: Of the file.
-            run: `resume`: there must be a log, and it is continued. `new`: the log of an earlier run is kept beside the
-                new one, with its run's id in its name. Anything else is the id of a new run, or of the one that the log
-                must be of. None to continue the log if there is one, else to begin a run.
+            run: `resume`: there must be a log, and it is continued. `auto`, or None: it is continued if there is one,
+                else a run begins. `new`: the log of an earlier run is kept beside the new one, with its run's id in its
+                name. Anything else is the id of a new run, or of the one that the log must be of.
             durability: `disk` flushes each group to the disk, `os` leaves that to the system.
             bytes_max: Drop the oldest records when the file is larger; None to keep them.
             age_max_s: Drop records that are older; None to keep them.
+            copy: Folder of a live copy of the log. A log that lacks some of it is put aside, and written from it.
 
         Raises:
             ConfigError: It is the log of another run, or there is none to resume.
             LogLocked, LogCorrupt, LogFull, LogError: It can't be opened, or this version can't continue it.
         """
-        if run == "resume" and not Path(path).exists():
+        folder = Path(copy) if copy is not None else None
+        copied = folder is not None and has_copy(folder)
+        if run == "resume" and not (Path(path).exists() or copied):
             raise ConfigError(f'run="resume": there is no log {path}. Nothing was created; run="new" begins a run')
         if run == "new":
+            if folder is not None and copied:
+                put_aside(folder)
             rename_previous_log(Path(path))
-        run = None if run in ("new", "resume") else run
+        run = None if run in ("new", "resume", "auto") else run
         created = wall_clock_ns()
         new_run = run or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(created // 10**9))}-{secrets.token_hex(4)}"
         header = {"run": new_run, "created": str(created), "major": str(MAJOR), "logic": str(LOGIC)}
         header["package"] = _package_version()
         with ExitStack() as undo:
+            live = RecordCopy.claim(folder) if folder is not None else None
+            if live is not None:
+                undo.callback(live.close)
+                _restore(live, Path(path))
             file = undo.enter_context(RecordFile.open(path, header, durability))
             found = _read_header(file)
             if found.major != MAJOR or found.logic != LOGIC:
@@ -141,6 +154,12 @@ class RunLog:
             log = cls(file, found.run)
             log._bytes_max, log._age_max_s = bytes_max, age_max_s
             log._restore()
+            if live is not None:
+                live.start(file.path, file.header)
+                while live.copied < file.committed:  # all of a log that had no copy yet
+                    with suppress(LogLocked):
+                        live.wait(file.committed)
+            log._copy = live
             undo.pop_all()
         return log
 
@@ -246,6 +265,11 @@ class RunLog:
         """Number of records that the next `commit` writes."""
         return self._file.pending
 
+    @property
+    def settled(self) -> bool:
+        """Whether all that was appended is in the file, and in its copy: an agent may forget its decisions then."""
+        return not self._file.pending and (self._copy is None or self._copy.copied >= self._file.committed)
+
     def append(
         self,
         event: CoordinatorEvent,
@@ -255,6 +279,8 @@ class RunLog:
     ) -> None:
         """Append one decision of the coordinator, and a mark of the state if one is due. `commit` writes both."""
         self._append(str(event.__struct_config__.tag), "", at_ns, decision_body(event, effects))
+        if self._copy is not None:
+            self._publishes |= any(isinstance(effect, Publish) for effect in effects)
         if isinstance(event, AnswersReceived):
             self._unmarked_records += len(event.answers)
         if state is not None and self._mark_due():
@@ -299,12 +325,30 @@ class RunLog:
         return self._recorded.get(agent, {}).get(journal, 0)
 
     def commit(self) -> None:
-        """Write what was appended, as one group. Raises LogLocked, LogFull or LogError, as `RecordFile.commit`."""
-        self._file.commit()
+        """Write what was appended, as one group. Raises LogLocked, LogFull or LogError, as `RecordFile.commit`.
+
+        A command is published only once the copy of the log has it too, so no agent knows of one that a bus which goes
+        on from the copy does not.
+        """
+        position = self._file.commit()
+        if self._publishes and self._copy is not None:
+            self._copy.wait(position)
+        self._publishes = False
+
+    def check_copy(self) -> None:
+        """Raise LogError if a bus elsewhere goes on with this run, from the copy of the log."""
+        if self._copy is not None:
+            self._copy.check()
 
     def close(self) -> None:
         """Write what was appended, and close, even if the writing raises. May be called twice."""
-        self._file.close()
+        try:
+            if self._copy is not None:
+                with suppress(LogError):  # the file raises it again when it closes
+                    self._file.commit()
+                self._copy.close()
+        finally:
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -330,7 +374,8 @@ class RunLog:
         if cut := _find_cut(self._file, self._bytes_max, self._age_max_s, at_ns):
             first = self._file.first_position
             oldest = [mark for mark in self._file.mark_positions() if mark >= first][:DROPPED_MARKS]
-            self._file.drop_before(min(cut, oldest[-1]) + 1)
+            if self._copy is None or self._copy.copied >= oldest[-1]:
+                self._file.drop_before(min(cut, oldest[-1]) + 1)
 
     def _mark_due(self) -> bool:
         if self._unmarked_records < MARK_RECORDS and self._unmarked_bytes < MARK_BYTES:
@@ -375,6 +420,19 @@ class RunLog:
                 self.path, f"its records before {first} were dropped, and no mark after them can be used"
             )
         return 0
+
+
+def _restore(copy: RecordCopy, path: Path) -> None:
+    """Have the log go on where its copy ends. One that does not have all of the copy was left on this machine earlier.
+
+    Raises ConfigError if they are of two runs.
+    """
+    has_all, copied = copy.restore(path), copy.header.get("run")
+    if copied and (run := RunLog.header(path).run) != copied:
+        raise ConfigError(f"{path} is the log of run {run}, and its copy that of run {copied}: name another file")
+    if not has_all:
+        rename_previous_log(path)
+        copy.restore(path)
 
 
 def _find_cut(file: RecordFile, bytes_max: int | None, age_max_s: int | None, now_ns: int) -> int | None:

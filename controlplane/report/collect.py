@@ -94,7 +94,7 @@ class _Collector:
             cause_of_it = explain(report.causes, quarantine.replica, quarantine.version)
             (report.unexplained if cause_of_it is None else cause_of_it.quarantines).append(quarantine)
         report.start_ns, report.end_ns, report.version = fleet.start_ns, fleet.now_ns, fleet.version
-        report.faults = self._game_day.faults(fleet.current_replicas, fleet.now_ns)
+        report.faults = self._game_day.faults(fleet.current_replicas, fleet.clocks, fleet.now_ns)
         report.left_out["faults"] = self._game_day.left_out
         report.agents, report.quarantines, report.replicas = fleet.agents(), fleet.quarantines, fleet.replicas()
         report.stopped = stopped_replicas(fleet.state)
@@ -109,7 +109,7 @@ class _Collector:
             with suppress(DecisionUnreadable):  # `verify` reports it
                 self._engines.add(entry)
                 if entry.kind == "fault":
-                    self._game_day.injected(entry.agent, entry.typed_event())  # type: ignore[arg-type]
+                    self._game_day.injected(entry.agent, entry.typed_event(), entry.at_ns)  # type: ignore[arg-type]
                 if entry.kind in ("started", "observed", "stopping"):
                     self._observed.follow_agent(entry, entry.typed_event())  # type: ignore[arg-type]
             return

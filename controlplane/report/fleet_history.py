@@ -14,6 +14,7 @@ from controlplane.machine.coordinator import decide
 from controlplane.machine.coordinator_state import ALIVE, CoordinatorState, Member
 from controlplane.machine.replicas import is_engine_down, is_primary
 from controlplane.machine.status import fleet_status
+from schemas.agent_status import Clock
 from schemas.desired import Desired
 from schemas.events import Observation
 from schemas.formatting import agent_order
@@ -197,6 +198,12 @@ class FleetHistory:
         return [self._agents[name] for name in sorted(self._agents, key=agent_order)]
 
     @property
+    def clocks(self) -> dict[str, Clock]:
+        """The clocks of the agents, as their newest heartbeats have them."""
+        statuses = {name: agent.member.status for name, agent in self._agents.items()}
+        return {name: status.clock for name, status in statuses.items() if status is not None and status.clock}
+
+    @property
     def current_replicas(self) -> Mapping[int, ReplicaHistory]:
         """Every replica as of now: what holds is still open."""
         return self._replicas
@@ -291,6 +298,7 @@ def _senders(event: events.CoordinatorEvent) -> tuple[str, ...]:
             | events.JoinReceived(peer=peer)
             | events.ResendRequested(peer=peer)
             | events.StatusReceived(peer=peer)
+            | events.LeaveRequested(peer=peer)
             | events.PeerLost(peer=peer)
         ):
             return (agent_of(peer),)

@@ -1,8 +1,8 @@
 """The faults of a game day in a recorded run: what each cost, and when the fleet was whole again. Pure.
 
 A fault is followed until the next one on the same replica. Its cost is the time for which that replica was out of
-service, gone, or behind the fleet, and the syncs that did not reach it meanwhile. Times of faults are of the
-nodes' wall clocks, all others of the bus's.
+service, gone, or behind the fleet, and the syncs that did not reach it meanwhile. Times are of the bus's wall clock, as
+the newest heartbeat of each agent converts them.
 """
 
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ from typing import Final
 from msgspec import Struct
 
 from controlplane.report.fleet_history import ReplicaHistory
+from schemas.agent_status import Clock
 from schemas.events import FaultInjected
 from schemas.identity import identity_of
 from schemas.reports import SyncReport
@@ -19,8 +20,8 @@ MAX_FAULTS: Final = 1_000
 MAX_SYNCS: Final = 10_000
 SYNCS_NAMED: Final = 3
 """Syncs that are named for one fault."""
-CLOCKS_NS: Final = 1_000_000_000
-"""By how much the wall clocks of a node and of the bus may differ."""
+CLOCKS_NS: Final = 20_000_000
+"""By how much a converted time may be wrong."""
 
 
 class InjectedFault(Struct, kw_only=True):
@@ -30,7 +31,8 @@ class InjectedFault(Struct, kw_only=True):
         name: In its plan.
         what: What went wrong.
         agent: Where.
-        at_ns: When, by the node's wall clock.
+        at_ns: When; until the report is finished, when the bus recorded it.
+        at_ms: When, on the agent's monotonic clock.
         out_ns: For how long its replica was out of service, gone or behind because of it.
         whole_ns: When its replica was back, and the last sync that had not reached it was followed by one that did;
             None if not by the end of the log, or not before the replica's next fault.
@@ -42,6 +44,7 @@ class InjectedFault(Struct, kw_only=True):
     what: str
     agent: str
     at_ns: int
+    at_ms: int
     out_ns: int = 0
     whole_ns: int | None = None
     syncs: list[str] = []
@@ -61,25 +64,32 @@ class GameDay:
         self._faults: list[InjectedFault] = []
         self._syncs: list[tuple[int, SyncReport]] = []
 
-    def injected(self, agent: str, event: FaultInjected) -> None:
-        """An agent has injected a fault."""
+    def injected(self, agent: str, event: FaultInjected, at_ns: int) -> None:
+        """An agent has injected a fault, which the bus recorded at `at_ns`."""
         if len(self._faults) >= MAX_FAULTS:
             self.left_out += 1
             return
-        self._faults.append(InjectedFault(name=event.name, what=event.what, agent=agent, at_ns=event.wall_ns))
+        fault = InjectedFault(name=event.name, what=event.what, agent=agent, at_ns=at_ns, at_ms=event.at_ms)
+        self._faults.append(fault)
 
     def concluded(self, report: SyncReport, now_ns: int) -> None:
         """A sync has ended."""
         if self._faults and len(self._syncs) < MAX_SYNCS:
             self._syncs.append((now_ns, report))
 
-    def faults(self, replicas: Mapping[int, ReplicaHistory], now_ns: int) -> list[InjectedFault]:
+    def faults(
+        self, replicas: Mapping[int, ReplicaHistory], clocks: Mapping[str, Clock], now_ns: int
+    ) -> list[InjectedFault]:
         """Return the faults in order, with what they cost up to the end of the log.
 
         Args:
             replicas: Each replica over the run, with the conditions that hold at the end still open.
+            clocks: Of the agents, as far as they are known.
             now_ns: The end of the log.
         """
+        for fault in self._faults:
+            if fault.agent in clocks:
+                fault.at_ns = clocks[fault.agent].bus_ns(fault.at_ms)
         ordered = sorted(self._faults, key=lambda fault: fault.at_ns)
         next_ns: dict[int, int] = {}  # by replica: its next fault
         for fault in reversed(ordered):

@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 from controlplane.analysis.findings import OBSERVED, ObservedReplica
 from controlplane.analysis.invariants import Violation
-from controlplane.machine.events import SamplesCounted
+from controlplane.machine.events import PROVEN, SamplesCounted
 from controlplane.machine.provenance import mean_staleness
 from controlplane.report.fleet_history import AgentHistory, Quarantine, ReplicaHistory
 from controlplane.report.game_day import InjectedFault
@@ -144,6 +144,8 @@ class RunReport(Struct, kw_only=True):
     def verdict(self) -> str:
         """The run in one line."""
         unanswered = sum(cause.outcomes for cause in self.causes if cause.kind == "lost")
+        aborted = sum(item.count for item in self.aborted) + self.left_out["aborted"]
+        broken = len(self.broken) + self.left_out["violations"]
         amounts = {
             "failed": self.counts["failed"],
             "missing": self.counts["missing"] - unanswered,
@@ -155,11 +157,11 @@ class RunReport(Struct, kw_only=True):
             "not ready": len(self.unready),
             "not concluded": len(self.unconcluded),
             "stopped by an operator": sum(len(stop.replicas) for stop in self.stopped_by_hand),
-            "weight syncs aborted": sum(item.count for item in self.aborted) + self.left_out["aborted"],
+            "weight sync aborted" if aborted == 1 else "weight syncs aborted": aborted,
             "without a trace": self.untraced,
             "refused by the bus": sum(refusal.count for refusal in self.refused) + self.left_out["refused"],
             "found in the observed run": len(self.findings),
-            "broken invariants": len(self.broken) + self.left_out["violations"],
+            "broken invariant" if broken == 1 else "broken invariants": broken,
             "damaged": int(bool(self.damage)),
         }
         return ", ".join(f"{count:,} {text}" for text, count in amounts.items() if count) or "nothing failed"
@@ -199,7 +201,7 @@ class Totals:
             summary.accepted += count.sequences * count.accepted
             summary.refused += count.sequences * (not count.accepted)
             summary.tokens += count.tokens
-            summary.unproven += count.tokens * (count.proof not in ("proven", "launch"))
+            summary.unproven += count.tokens * (count.proof not in PROVEN)
 
     def _add_alike(self, kept: list[Refusal], kind: str, reason: str, now_ns: int) -> None:
         """Add what went wrong to others that did for the same reason."""

@@ -21,14 +21,18 @@ logger = logger_of("trainers")
 
 TRY_AGAIN_S: Final = 0.2
 """Between two tries, while another sync has not ended."""
+MARK: Final = ".rolloutctl"
+"""File in each directory that is published, with the name of its adapter, or empty."""
+PARTIAL: Final = ".partial"
 
 
 class CheckpointSync:
     """Brings the fleet to weights that the trainer writes as files.
 
-    Each version gets a directory of its own below the plane's `checkpoints`. After a commit all but the `keep` newest
-    are deleted, unless a replica may still have to load one (`ControlPlane.oldest_version`, `oldest_adapter`).
-    Directories of an earlier life of the trainer stay.
+    Each version gets a directory of its own below the plane's `checkpoints`, with a mark (`.rolloutctl`) in it. All but
+    the `keep` newest are deleted, those of earlier lives of the trainer too, unless a replica may still have to read
+    one (`ControlPlane.needed_checkpoints`). What was written without this class stays. Only one object at a time may
+    publish weights below a directory, and one each adapter.
 
     Args:
         plane: The open control plane.
@@ -57,12 +61,19 @@ class CheckpointSync:
         self._plane, self._keep, self._root = plane, keep, plane.checkpoints
         self._in_flight, self._quorum, self._timeout = in_flight, quorum, timeout
         self.adapter = adapter
-        self._written: list[tuple[Path, int | None]] = []  # the oldest first; with its version, once that is known
         if not self._root.is_dir():
             raise ConfigError(
                 f"checkpoints {self._root}: no such directory. Make it where every agent can read it, and give it to "
                 f"ControlPlane(checkpoints=…) and to each `rolloutctl agent --checkpoints`"
             )
+        found = [mark.parent for mark in self._root.glob(f"*/{MARK}") if mark.read_text("utf-8") == adapter]
+        for unfinished in (folder for folder in found if folder.suffix == PARTIAL):
+            shutil.rmtree(unfinished, ignore_errors=True)  # its trainer was killed
+        whole = sorted(
+            (folder for folder in found if folder.suffix != PARTIAL), key=lambda each: each.stat().st_mtime_ns
+        )
+        # The oldest first; with the ticket of its sync, if it is of this life.
+        self._written: dict[Path, Ticket[SyncReport] | None] = dict.fromkeys(whole)
 
     def require_replicas(self) -> None:
         """Raise AgentsMissing if no agent of a replica is there, before a step is trained in vain."""
@@ -77,8 +88,8 @@ class CheckpointSync:
         """Write a checkpoint, bring the fleet to it, and delete those that are not needed any more.
 
         Args:
-            name: Of its directory, which gets a number if that name is taken. That of an adapter gets more: engines
-                may read again what was there before, in an earlier life of the trainer.
+            name: Of its directory, which gets a number if that name is taken, or was, also in an earlier life of the
+                trainer. That of an adapter gets more: engines may read again what was there before.
             write: Writes the files into the directory that it is given.
 
         While an operator's sync has not ended, this one waits for as long as one may take.
@@ -87,59 +98,68 @@ class CheckpointSync:
             CommandFailed: The sync was aborted; the fleet serves what it served before.
             SyncInProgress: Another sync did not end in that time.
         """
-        folder = self._write(f"{self.adapter}-{name}-{secrets.token_hex(4)}" if self.adapter else name, write)
-        self._written.append((folder, None))  # from now on an agent may need it, however this ends
-        report = self._sync(folder.name)
-        self._note_version(report.version)
-        report.raise_unless_committed()
-        self._delete_unneeded()
-        return report
-
-    def _sync(self, name: str) -> SyncReport:
+        folder = self._write(name, write)
         until, said = time.monotonic() + PHASES * self._timeout, False
         while True:
             try:
-                return self._begin(name).wait()
+                report = self._begin(folder).wait()
+                break
             except SyncInProgress as error:
                 if time.monotonic() > until:
                     raise
                 if not said:
-                    logger.warning("%s is not published yet, since another sync has not ended: %s", name, error)
+                    logger.warning("%s is not published yet, since another sync has not ended: %s", folder.name, error)
                 said = True
             threading.Event().wait(TRY_AGAIN_S)
+        report.raise_unless_committed()
+        self._delete_unneeded()
+        return report
 
-    def _begin(self, name: str) -> Ticket[SyncReport]:
+    def begin(self, name: str, write: Callable[[Path], object]) -> Ticket[SyncReport]:
+        """Write a checkpoint, and begin to bring the fleet to it, without waiting for that.
+
+        Args:
+            name: As for `publish`.
+            write: As for `publish`.
+
+        Returns:
+            The ticket of the sync, with its `version`. Waiting raises SyncInProgress if the one before has not ended.
+        """
+        ticket = self._begin(self._write(name, write))
+        self._delete_unneeded()
+        return ticket
+
+    def _begin(self, folder: Path) -> Ticket[SyncReport]:
         limits: dict[str, Any] = {"quorum": self._quorum, "timeout": self._timeout}
         if self.adapter:
-            return self._plane.sync_adapter(self.adapter, None, name, keep=self._keep, **limits)
-        return self._plane.sync_weights(None, name, in_flight=self._in_flight, **limits)
-
-    def _note_version(self, version: int) -> None:
-        """The newest is of this version. Those whose syncs had no report are of older ones, whichever."""
-        *older, (newest, _) = self._written
-        self._written = [(folder, known if known is not None else version - 1) for folder, known in older]
-        self._written.append((newest, version))
+            ticket = self._plane.sync_adapter(self.adapter, None, folder.name, keep=self._keep, **limits)
+        else:
+            ticket = self._plane.sync_weights(None, folder.name, in_flight=self._in_flight, **limits)
+        self._written[folder] = ticket
+        return ticket
 
     def _write(self, name: str, write: Callable[[Path], object]) -> Path:
+        if self.adapter:
+            name = f"{self.adapter}-{name}-{secrets.token_hex(4)}"
         folder, number = self._root / name, 1
-        while folder.exists():
+        used = self._plane.view().loaded_checkpoints  # an agent that is away may still read what was there under a name
+        while folder.exists() or folder.name in used:
             folder, number = self._root / f"{name}-{number}", number + 1
-        partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+        partial = folder.with_name(f".{folder.name}.{os.getpid()}{PARTIAL}")
         partial.mkdir()
         try:
+            (partial / MARK).write_text(self.adapter, "utf-8")
             write(partial)
             partial.rename(folder)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+        self._written[folder] = None
         return folder
 
     def _delete_unneeded(self) -> None:
-        plane, kept = self._plane, self._written[-self._keep :]
-        needed = plane.oldest_adapter(self.adapter) if self.adapter else plane.oldest_version()
-        for folder, version in self._written[: -self._keep]:
-            if version is not None and version < needed:
+        needed = {self._root / path for path in self._plane.needed_checkpoints()}
+        for folder, ticket in list(self._written.items())[: -self._keep]:
+            if folder not in needed and (ticket is None or ticket.done):
                 shutil.rmtree(folder, ignore_errors=True)
-            else:
-                kept.insert(len(kept) - self._keep, (folder, version))
-        self._written = kept
+                del self._written[folder]

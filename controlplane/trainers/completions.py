@@ -1,15 +1,19 @@
 """Rollouts from the replicas of a fleet, over the completions route of OpenAI that vLLM serves. Needs no trainer.
 
+Where their versions matter, base weights are asked over vLLM's `/inference/v1/generate`, whose answers name them.
+
 Only replicas that are proven to serve the newest weights are asked, or the newest version of an adapter. What one does
 not answer is asked of the others; so is what it still owes when it has stopped serving, while others serve.
 """
 
+import asyncio
 import itertools
 import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import httpx
@@ -43,11 +47,15 @@ class Rollout(NamedTuple):
         token_ids: Of the completion alone.
         logprobs: The engine's, of each of these tokens; None where it has none.
         replica: Who sampled it.
+        made_by: What the engine says of the versions that made it, for `ControlPlane.provenance`.
+        model: The engine's name of the adapter's version; empty without an adapter.
     """
 
     token_ids: list[int]
     logprobs: list[float | None]
     replica: int
+    made_by: Mapping[str, Any] = {}
+    model: str = ""
 
 
 class CompletionsClient:
@@ -59,17 +67,25 @@ class CompletionsClient:
 
     Args:
         serving: Returns the version that each replica is proven to serve now: `ControlPlane.serving`.
-        urls: Where this process reaches each replica's engine, by the index of the replica.
+        urls: Where this process reaches each replica's engine, by the index of the replica; or what returns that:
+            `ControlPlane.endpoints`.
         timeout: Seconds for one request, and for waiting while no replica serves.
+        versions: Ask so that each answer names the versions that made it.
     """
 
     def __init__(
-        self, serving: Callable[[], Mapping[int, int]], urls: Mapping[int, str], *, timeout: float = 600.0
+        self,
+        serving: Callable[[], Mapping[int, int]],
+        urls: Mapping[int, str] | Callable[[], Mapping[int, str]],
+        *,
+        timeout: float = 600.0,
+        versions: bool = False,
     ) -> None:
         if not urls:
             raise ConfigError("urls is empty: name each replica's engine, for example {0: 'http://127.0.0.1:8000'}")
-        self._serving, self._timeout = serving, timeout
-        self._urls = {replica: url.rstrip("/") for replica, url in urls.items()}
+        self._serving, self._timeout, self._versions = serving, timeout, versions
+        self._endpoints: Callable[[], Mapping[int, str]] = urls if callable(urls) else partial(dict, urls)
+        self._urls: dict[int, str] = {}  # also of replicas that have left: one of them may still be asked
         self._http = httpx.Client(timeout=timeout, trust_env=False)
         self._models: dict[int, str] = {}
 
@@ -84,7 +100,8 @@ class CompletionsClient:
             adapter: Looks up the LoRA adapter to name, and which replicas hold it; None for the weights themselves.
 
         Raises:
-            ConfigError: A replica that serves has no URL, or an URL no vLLM, before anything was ever sampled.
+            ConfigError: A replica that serves has no URL, or an URL no vLLM, before anything was ever sampled. Or its
+                server has no route whose answers name versions.
             EngineError: A server refused the request (4xx): asking another one would not help.
             AgentsMissing: No replica served for as long as the timeout.
         """
@@ -106,7 +123,7 @@ class CompletionsClient:
 
     def _meet_all(self) -> None:
         """Learn the models' names; say at once which URL is wrong."""
-        serving = sorted(_known(self._serving) or {})
+        serving = sorted(self._find())
         if missing := [replica for replica in serving if replica not in self._urls]:
             raise ConfigError(f"urls: {format_replicas(missing)} has no URL; there are {self._urls}")
         for replica in serving:
@@ -118,6 +135,15 @@ class CompletionsClient:
                     f"{error!r}. Its agent says that it serves, so the URL is wrong, or out of this process's reach, "
                     "or the server has frozen"
                 ) from None
+
+    def _find(self) -> Mapping[int, int]:
+        """Return the replicas that serve, once it is known where they are. One may come back at another address."""
+        serving = known(self._serving) or {}
+        for replica, url in (known(self._endpoints) or {}).items():
+            if self._urls.get(replica) != url.rstrip("/"):
+                self._urls[replica] = url.rstrip("/")
+                self._models.pop(replica, None)
+        return serving
 
     def _model(self, replica: int) -> str:
         if replica not in self._models:
@@ -146,11 +172,11 @@ class CompletionsClient:
             threading.Event().wait(LOOK_AGAIN_S)
 
     def _holders(self, adapter: NewestAdapter | None) -> tuple[list[int], dict[str, str]]:
+        serving = self._find()
         if adapter is None:
-            serving = _known(self._serving) or {}
             newest = max(serving.values(), default=0)
             return sorted(replica for replica in serving.keys() & self._urls if serving[replica] == newest), {}
-        if (held := _known(adapter)) is None:
+        if (held := known(adapter)) is None:
             return [], {}
         return [replica for replica in held.replicas if replica in self._urls], {"model": held.model}
 
@@ -188,7 +214,7 @@ class CompletionsClient:
             owing: Replicas that have not answered.
             out_since: Since when each of them does not; changed here.
         """
-        now, serving = time.monotonic(), _known(self._serving) or {}
+        now, serving = time.monotonic(), known(self._serving) or {}
         for replica in owing:
             out_since[replica] = min(out_since[replica], now) if serving and replica not in serving else math.inf
         return {
@@ -200,23 +226,59 @@ class CompletionsClient:
     def _complete(
         self, replica: int, share: Share, prompts: Sequence[Prompt], sampling: Mapping[str, Any]
     ) -> dict[int, Rollout]:
-        """One request. What an abort cut off is left out, and so asked again."""
-        asked = {"model": self._model(replica), "prompt": [list(prompts[index]) for index in share]}
-        body = {**asked, "logprobs": 0, "return_token_ids": True, **sampling}
-        answer = self._http.post(f"{self._urls[replica]}/v1/completions", json=body)
-        dropped = answer.status_code == httpx.codes.NOT_FOUND and "model" in sampling  # a newer one is named then
-        if answer.is_server_error or dropped:
-            raise httpx.RemoteProtocolError(f"it answers {answer.status_code}: {answer.text[:200]}")
-        if answer.is_error:
-            raise EngineError(f"replica {replica} refused the rollout with {answer.status_code}: {answer.text[:500]}")
+        """Ask one replica. What an abort cut off is left out, and so asked again."""
+        asked = [list(prompts[index]) for index in share]
+        if self._versions and "model" not in sampling:
+            choices = asyncio.run(self._generate(replica, asked, sampling))
+        else:
+            body: dict[str, Any] = {"model": self._model(replica), "prompt": asked}
+            body |= {"logprobs": 0, "return_token_ids": True, **sampling}
+            answer = self._http.post(f"{self._urls[replica]}/v1/completions", json=body)
+            choices = self._choices(replica, answer, dropped="model" in sampling)  # a newer one is named then
         return {
-            index: Rollout(choice["token_ids"], choice["logprobs"]["token_logprobs"], replica)
-            for index, choice in zip(share, answer.json()["choices"], strict=True)
+            index: Rollout(
+                choice["token_ids"],
+                _logprobs(choice["logprobs"]),
+                replica,
+                {"token_ids": choice["token_ids"], "weight_versions": choice.get("weight_versions")},
+                sampling.get("model", ""),
+            )
+            for index, choice in zip(share, choices, strict=True)
             if choice["finish_reason"] != "abort"
         }
 
+    async def _generate(
+        self, replica: int, asked: list[list[int]], sampling: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Ask for all at once: this route takes one prompt."""
+        url, model = f"{self._urls[replica]}/inference/v1/generate", self._model(replica)
+        how: dict[str, Any] = {"logprobs": 0, **sampling}
+        bodies = [{"model": model, "token_ids": prompt, "sampling_params": how} for prompt in asked]
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=self._timeout, trust_env=False, limits=limits) as http:
+            answers = await asyncio.gather(*(http.post(url, json=body) for body in bodies))
+        if any(answer.status_code == httpx.codes.NOT_FOUND for answer in answers):
+            raise ConfigError(
+                f"the vLLM of replica {replica} has no {url}, whose answers name the versions of weights. Launch vLLM "
+                f"0.32 or newer with --enable-scale-out, or train without a gate"
+            )
+        return [choice for answer in answers for choice in self._choices(replica, answer)]
 
-def _known(look: Callable[[], T]) -> T | None:
+    def _choices(self, replica: int, answer: httpx.Response, *, dropped: bool = False) -> list[dict[str, Any]]:
+        """The sequences of an answer. An adapter that is not found was `dropped`."""
+        if answer.is_server_error or (dropped and answer.status_code == httpx.codes.NOT_FOUND):
+            raise httpx.RemoteProtocolError(f"it answers {answer.status_code}: {answer.text[:200]}")
+        if answer.is_error:
+            raise EngineError(f"replica {replica} refused the rollout with {answer.status_code}: {answer.text[:500]}")
+        return list(answer.json()["choices"])
+
+
+def _logprobs(said: Mapping[str, Any]) -> list[float | None]:
+    """Of the sampled tokens, as either route gives them."""
+    return [at["logprob"] for at in said["content"]] if "content" in said else list(said["token_logprobs"])
+
+
+def known(look: Callable[[], T]) -> T | None:
     """Return what is known of the fleet: nothing, while its log takes no record. The bus logs that it waits."""
     try:
         return look()

@@ -28,6 +28,7 @@ VOWEL = {LETTERS.index(letter): letter in "aeiou" for letter in "abcdefghijklmno
 SERVER = "env VLLM_SERVER_DEV_MODE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 HF_HUB_OFFLINE=1"
 SERVER += f" {VLLM} -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --max-model-len 256 --max-num-seqs 64"
 SERVER += " --dtype float32 --generation-config vllm --enforce-eager --distributed-executor-backend uni"
+SERVER += " --enable-scale-out"  # for trainers with a gate: a route whose answers name versions
 
 
 def make_model() -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:

@@ -40,9 +40,9 @@ class CheckpointFiles(NamedTuple):
     config: str = ""
 
 
-def read_checkpoint(directory: Path, adapter: bool, content: bool = False) -> CheckpointFiles:
+def read_checkpoint(directory: Path, adapter: bool) -> CheckpointFiles:
     """Return what a sync says of a directory. Raises CheckpointError, as `read_layout`."""
-    manifest = build_manifest(directory, content or adapter)
+    manifest = build_manifest(directory, content=adapter)
     return CheckpointFiles(manifest, config_digest(read_config(directory)) if adapter else "")
 
 

@@ -30,7 +30,7 @@ from schemas.storage.records import MARK, RecordReader, Row, checksum
 
 _INSERT: Final = "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?)"
 _INSERT_MARK: Final = "INSERT OR REPLACE INTO marks VALUES (?, ?, ?, ?)"
-_MarkRow = tuple[int, int, int, bytes]
+MarkRow = tuple[int, int, int, bytes]
 
 
 class RecordFile(RecordReader):
@@ -47,7 +47,7 @@ class RecordFile(RecordReader):
         self._watched = [(name, writer_lock.Watch(name)) for name in (real, f"{real}-wal")]
         self._process = os.getpid()
         self._pending: list[Row] = []
-        self._pending_marks: list[_MarkRow] = []
+        self._pending_marks: list[MarkRow] = []
         self._committing = threading.Lock()
         self._faulted = ""  # why no more records are taken
         self._writing = False  # also after a write that failed or was interrupted
@@ -117,6 +117,14 @@ class RecordFile(RecordReader):
         position = self._next - 1
         self._pending_marks.append((position, at_ns, checksum(position, at_ns, MARK, "", body), body))
 
+    def take_over(self, rows: list[Row], marks: list[MarkRow]) -> None:
+        """Buffer records and marks of a copy, just as they are there. An empty file begins with the first of them."""
+        if rows and self._next == 1 < rows[0][0]:
+            self._dropped_before = rows[0][0]
+        self._pending += rows
+        self._pending_marks += marks
+        self._next = rows[-1][0] + 1 if rows else self._next
+
     def commit(self) -> int:
         """Write all buffered records as one group, and return the position of the last committed record.
 
@@ -183,7 +191,7 @@ class RecordFile(RecordReader):
             self._connection.execute("PRAGMA busy_timeout = 0")
             self._connection.execute("PRAGMA journal_mode = DELETE")
 
-    def _write(self, group: list[Row], marks: list[_MarkRow]) -> None:
+    def _write(self, group: list[Row], marks: list[MarkRow]) -> None:
         """Write a group and marks as one transaction."""
         self._writing = True
         checkpointer = self._checkpointer

@@ -30,7 +30,7 @@ def acquire(path: Path) -> int:
         lock = os.open(beside, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             _lock(path, lock)
-            if os.path.exists(beside) and _id(os.stat(beside)) == _id(os.fstat(lock)):
+            if _is_at(beside, lock):
                 _make(path)
                 break
         except BaseException:
@@ -88,6 +88,14 @@ class Watch:
 
 def _id(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
+
+
+def _is_at(path: str, lock: int) -> bool:
+    """Whether this is still the file of a lock, which its last writer takes along at any moment."""
+    try:
+        return _id(os.stat(path)) == _id(os.fstat(lock))
+    except FileNotFoundError:
+        return False
 
 
 def _lock(path: Path, lock: int) -> None:

@@ -69,7 +69,7 @@ class DialledSocket(AsyncZmqSocket):
         super().__init__(sock, address)
         self._events = _WATCHED if wait_for_listener else _WATCHED | _NOT_REACHED
         self._keys = keys
-        self._watched = watched and not address.startswith("inproc://")  # which has no handshakes
+        self.watched = watched and not address.startswith("inproc://")  # which has no handshakes
         self._monitor: AsyncZmqSocket | None = None
         try:
             self._dial()
@@ -108,7 +108,7 @@ class DialledSocket(AsyncZmqSocket):
         super().close(linger_ms)
 
     def _dial(self) -> None:
-        if self._monitor is None and self._watched:
+        if self._monitor is None and self.watched:
             self._monitor = self._watch_handshakes()
         if self._keys is not None:
             use_keys(self._sock, self._keys)

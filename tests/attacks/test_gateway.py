@@ -246,7 +246,7 @@ def test_a_long_message_is_cut_in_the_log() -> None:
     assert len(logged[0]) < MESSAGE_MAX + 100 and "900,000 characters" in logged[0]
 
 
-# --- who may ask ------------------------------------------------------------------------------------------------------
+# --- which clients may ask --------------------------------------------------------------------------------------------
 
 
 def test_a_page_in_a_browser_commands_nothing(tmp_path: Path, engine: HttpServer) -> None:

@@ -65,7 +65,7 @@ def write(path, seed):
 
 for line in sys.stdin:
     path, seed, number = line.split()
-    steps = int(number)  # to be killed after, at one of the lines that write; -1: by somebody else
+    steps = int(number)  # to be killed after, at one of the lines that write; -1: by another process
     if (child := os.fork()) == 0:
         try:
             os.write(1, f"begun {os.getpid()}\\n".encode())

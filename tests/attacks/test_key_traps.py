@@ -40,7 +40,7 @@ async def gets_in(context: Context, address: str, pair: KeyPair, server: KeyPair
 
 
 @pytest.mark.one_loop
-async def test_our_sockets_let_nobody_in_while_there_is_no_handler(context: Context) -> None:
+async def test_our_sockets_let_no_peer_in_while_there_is_no_handler(context: Context) -> None:
     pair = KeyPair.generate()
     async with bus_router(context, HERE, pair=pair) as router:
         assert not await gets_in(context, router.address, KeyPair.generate(), pair)
@@ -167,7 +167,7 @@ GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x00"
 @pytest.mark.parametrize("mechanism", [b"NULL", b"PLAIN", b"CURVE", b"\xff" * 20])
 @pytest.mark.parametrize("mebibytes", [1, pytest.param(256, marks=pytest.mark.attacks)])
 @pytest.mark.one_loop
-async def test_who_has_no_key_is_hung_up_on_before_it_can_fill_any_memory(
+async def test_a_peer_without_a_key_is_hung_up_on_before_it_can_fill_any_memory(
     context: Context, folder: KeyFolder, tmp_path: Path, mechanism: bytes, mebibytes: int
 ) -> None:
     """Without keys, one connection that sends frames without end costs as much memory as it sends."""

@@ -42,7 +42,7 @@ from workers.link.heartbeat import Heartbeat
 pytestmark = pytest.mark.anyio
 
 
-# --- who comes in -----------------------------------------------------------------------------------------------------
+# --- which peers come in ----------------------------------------------------------------------------------------------
 
 
 async def test_only_a_key_of_the_folder_comes_in_and_all_others_learn_why_not(
@@ -125,7 +125,7 @@ async def test_a_subscriber_without_an_allowed_key_hears_nothing(
 async def test_no_bytes_and_no_folder_end_the_handler(
     context: Context, folder: KeyFolder, tmp_path: Path, rounds: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Peers that break off, records that can't be read, a folder that goes: those who are allowed still come in."""
+    """Peers that break off, records that can't be read, a folder that goes: those that are allowed still come in."""
     good = read_peer_keys(folder.add("node", "observer", ()))
     keys = Credentials(good.pair, good.servers[0])
     async with bus_of(folder, tmp_path) as bus:
@@ -171,7 +171,7 @@ async def test_a_role_may_do_what_it_is_for_and_nothing_else(folder: KeyFolder, 
 
 
 @pytest.mark.parametrize("role", ["operator", "observer"])
-async def test_who_is_no_agent_joins_no_fleet(folder: KeyFolder, tmp_path: Path, role: Any) -> None:
+async def test_a_peer_that_is_no_agent_joins_no_fleet(folder: KeyFolder, tmp_path: Path, role: Any) -> None:
     keys = folder.add("ops", role, ())
     async with bus_of(folder, tmp_path) as bus, agent_of(reach(bus), keys, tmp_path / "state") as (_, ended):
         await until(lambda: bool(ended))

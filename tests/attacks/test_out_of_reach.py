@@ -82,7 +82,7 @@ async def test_a_replica_out_of_reach_is_named_in_every_report_until_it_is_back(
                     assert (report.status, report.loaded, report.unproven) == ("committed", (0,), (1,))
                     with pytest.raises(CommandFailed, match="unproven: replica 1"):
                         report.raise_for_failures()
-                    assert (far.version, far.generating) == (old, True), "nobody can stop it from afar"
+                    assert (far.version, far.generating) == (old, True), "nothing can stop it from afar"
                     assert bus.status().unproven == (1,) and bus.status().agents[0].agent == "1.0"
                 proxy.silent.clear()
                 await until(lambda newest=old + 2: far.version == newest and far.generating)  # type: ignore[misc]

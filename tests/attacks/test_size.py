@@ -135,7 +135,7 @@ def test_made_up_places_are_limited_named_nowhere_and_forgotten(tmp_path: Path, 
             dealers = [say_hello(context, address, number) for number in range(1, count)]
             answers = Counter(type(wire.decode_downward(dealer.recv_multipart()[1])) for dealer in dealers)
             assert answers.total() == count - 1 and answers.keys() == {wire.Welcome, wire.Rejoin}
-            places, desired = tell(process, "flush")  # which nobody who never joined is missing in
+            places, desired = tell(process, "flush")  # in which no agent that never joined is missing
             assert places <= limit and desired == 1
             for dealer in dealers:
                 dealer.close(0)
@@ -146,7 +146,7 @@ def test_made_up_places_are_limited_named_nowhere_and_forgotten(tmp_path: Path, 
 
 
 def say_hello(context: zmq.Context[zmq.Socket[bytes]], address: str, number: int) -> zmq.Socket[bytes]:
-    """Say hello from a place that nobody has."""
+    """Say hello from a free place."""
     dealer = context.socket(zmq.DEALER)
     dealer.set(zmq.RCVTIMEO, 60_000)
     dealer.connect(address)

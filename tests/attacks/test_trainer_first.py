@@ -1,4 +1,4 @@
-"""A trainer's thread that only publishes, asks who serves and waits for tickets is never held past its own time-outs.
+"""A trainer's thread that only publishes, asks what serves and waits for tickets is never held past its own time-outs.
 
 Each fault strikes a bus with one real agent, in a process of its own. Then every call of the trainer's thread is timed.
 """

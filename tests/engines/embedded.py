@@ -210,14 +210,14 @@ class Trainer:
         self.calls: list[str] = []
 
     async def command(self, command: Command) -> Acted:
-        """Return the outcome of node rank 0, after checking that it acted and nobody failed."""
+        """Return the outcome of node rank 0, after checking that it acted and no agent failed."""
         outcome = (await self.conclusions(command))["0.0"]
         assert isinstance(outcome, Acted), f"{command}: {outcome}"
         self.calls += outcome.calls
         return outcome
 
     async def conclusions(self, command: Command) -> dict[str, Conclusion]:
-        """Return the outcomes by agent, after checking that nobody failed."""
+        """Return the outcomes by agent, after checking that none failed."""
         report = await self.bus.publish(command, Target(), 60_000)
         report.raise_for_failures()
         return {outcome.agent: outcome.conclusion for outcome in report.outcomes}
@@ -355,7 +355,7 @@ async def seen_when_dead(rollout: VLLM) -> dict[str, object]:
     rollout.kill()
     message = ""
     try:
-        await rollout.front.call("sleep", level=0)  # vLLM ends it when it finds that nobody will answer
+        await rollout.front.call("sleep", level=0)  # vLLM ends it when it finds that nothing will answer
     except EngineError as error:
         message = f"{type(error).__name__}: {error}"
     return {"dead": [(await rollout.backend.observe()).tokenizer, await rollout.front.methods(), message]}

@@ -1,6 +1,6 @@
-"""A trainer's end of a torch.distributed group with an engine, as trainers create it: rank 0 over gloo."""
+"""A torch.distributed group of a trainer and engines, as trainers create it: rank 0 is the trainer's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -20,20 +20,23 @@ def sender(source: Broadcast, gpus_per_replica: int, tensors: dict[str, torch.Te
     """
 
     def send(replicas: tuple[int, ...]) -> None:
-        world = 1 + len(source.replicas) * gpus_per_replica
-        meeting = rendezvous(f"tcp://{source.host}:{source.port}", 0, world, timeout=LIMIT)
-        store, _, _ = next(iter(meeting))
-        store.set_timeout(LIMIT)
-        group, _ = c10d._new_process_group_helper(
-            world,
-            0,
-            [],
-            c10d.Backend(source.backend),
-            c10d.PrefixStore(source.group, store),
-            group_name=c10d.GroupName(source.group),
-            timeout=LIMIT,
-        )
-        for name in sorted(tensors):
-            group.broadcast(tensors[name], 0).wait()
+        broadcast(source, 0, 1 + len(source.replicas) * gpus_per_replica, tensors)
 
     return send
+
+
+def broadcast(source: Broadcast, rank: int, world: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Make the group as one of its ranks, and broadcast from rank 0 into the tensors of the others."""
+    store, _, _ = next(iter(rendezvous(f"tcp://{source.host}:{source.port}", rank, world, timeout=LIMIT)))
+    store.set_timeout(LIMIT)
+    group, _ = c10d._new_process_group_helper(
+        world,
+        rank,
+        [],
+        c10d.Backend(source.backend),
+        c10d.PrefixStore(source.group, store),
+        group_name=c10d.GroupName(source.group),
+        timeout=LIMIT,
+    )
+    for name in sorted(tensors):
+        group.broadcast(tensors[name], 0).wait(LIMIT)

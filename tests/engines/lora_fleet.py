@@ -1,7 +1,5 @@
 """One replica of a real engine with LoRA adapters, under a real agent that launched it, and the trainer's end."""
 
-import json
-import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +12,7 @@ from schemas.reports import AdapterStatus, SyncReport
 from tests.engines.adapters import save_adapter
 from tests.engines.models import HEADS, HIDDEN, KV_HEADS, LAYERS, save_model
 from tests.engines.reports import BUS
-from tests.engines.servers import AgentProcess, command, environment, free_port, wait_for
+from tests.engines.servers import AgentProcess, Request, command, environment, free_port, request_of, wait_for
 from tests.engines.surfaces import Kind
 
 RANK: Final = 8
@@ -94,12 +92,10 @@ class LoRAFleet:
         (choice,) = answer.json()["choices"]
         return list(zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True))
 
-    def begin(self, name: str, tokens: int, prompt: str | list[int] = "hello") -> "InFlight":
+    def begin(self, name: str, tokens: int, prompt: str | list[int] = "hello") -> Request:
         """Have tokens made by an adapter, and return once there are some."""
         path, body = self._request(name, tokens, prompt)
-        request = InFlight(self.kind, self.url + path, body)
-        wait_for("the first token of a request", lambda: request.tokens or not request.is_alive(), 60)
-        return request
+        return Request(self.kind, self.url + path, body).grows_to(1)
 
     def rest(self) -> dict[str, str]:
         """Wait until the engine lists the wanted versions alone, two at most, and return them: two more have places.
@@ -120,54 +116,14 @@ class LoRAFleet:
                 process.kill()
 
     def _request(self, name: str | None, tokens: int, prompt: str | list[int]) -> tuple[str, dict[str, Any]]:
-        if self.kind == "sglang":
-            sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-            given = {"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
-            return "/generate", {**given, "sampling_params": sampling, "return_logprob": True, "lora_path": name}
-        body = {"model": name or self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
-        return "/v1/completions", body | {"ignore_eos": True, "return_token_ids": True, "logprobs": 1}
+        path, body = request_of(self.kind, prompt, tokens, self.model, name)
+        return path, body | ({"return_logprob": True} if self.kind == "sglang" else {"logprobs": 1})
 
 
 def near(found: Scored, expected: Scored) -> bool:
     """Whether the same weights made both."""
     tokens = [token for token, _ in found] == [token for token, _ in expected]
     return tokens and all(abs(a - b) < NEAR for (_, a), (_, b) in zip(found, expected, strict=True))
-
-
-class InFlight(threading.Thread):
-    """A streamed request, and its tokens so far."""
-
-    def __init__(self, kind: Kind, url: str, body: dict[str, Any]) -> None:
-        super().__init__(daemon=True)
-        self._kind, self._url, self._body = kind, url, body | {"stream": True}
-        self.tokens: list[int] = []
-        self._limit: int | None = None
-        self.start()
-
-    def run(self) -> None:
-        with httpx.stream("POST", self._url, json=self._body, timeout=60) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    chunk = json.loads(line[6:])
-                    if self._kind == "sglang":
-                        self.tokens = chunk["output_ids"]  # all of them so far
-                    else:
-                        self.tokens += chunk["choices"][0]["token_ids"] or []
-                if self._limit is not None and len(self.tokens) >= self._limit:
-                    break  # closes its connection, and the engine aborts it
-
-    def cut_at(self, tokens: int) -> list[int]:
-        """Wait until it has that many tokens, close it, and return them."""
-        self._limit = tokens
-        made = self.all()
-        assert len(made) >= tokens, f"it ended with {len(made)} tokens"
-        return made[:tokens]
-
-    def all(self) -> list[int]:
-        """Wait for its end, and return its tokens."""
-        self.join(400)
-        assert not self.is_alive()
-        return self.tokens
 
 
 def _words(process: psutil.Process) -> list[str]:

@@ -6,6 +6,7 @@ create it. The spread of the weights is wide on purpose: greedy output of two se
 
 import json
 from pathlib import Path
+from typing import Final, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -15,14 +16,26 @@ HIDDEN, LAYERS, HEADS, KV_HEADS, VOCABULARY = 256, 12, 4, 2, 320
 EOS = 256
 
 
-def save_model(directory: Path, seed: int) -> Path:
+class Size(NamedTuple):
+    """Of a model. A head has 64 numbers."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+
+
+SMALL: Final = Size(HIDDEN, LAYERS, HEADS, KV_HEADS)
+
+
+def save_model(directory: Path, seed: int, size: Size = SMALL) -> Path:
     """Write config, tokenizer and weights of `seed`. Returns the directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    _write(directory / "config.json", _config())
+    _write(directory / "config.json", _config(size))
     _write(directory / "tokenizer.json", _tokenizer())
     _write(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"})
     _write(directory / "generation_config.json", {"eos_token_id": EOS})
-    return save_weights(directory, weights(seed))
+    return save_weights(directory, weights(seed, size))
 
 
 def save_weights(directory: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -32,26 +45,28 @@ def save_weights(directory: Path, tensors: dict[str, torch.Tensor]) -> Path:
     return directory
 
 
-def weights(seed: int) -> dict[str, torch.Tensor]:
+def weights(seed: int, size: Size = SMALL) -> dict[str, torch.Tensor]:
     """The tensors of one model, named as Qwen2 checkpoints name them; float32."""
     draw = torch.Generator().manual_seed(seed)
+
+    hidden = size.hidden
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=draw) * 0.5
 
-    kv = HIDDEN // HEADS * KV_HEADS
-    made = {"model.embed_tokens.weight": normal(VOCABULARY, HIDDEN), "lm_head.weight": normal(VOCABULARY, HIDDEN)}
-    made["model.norm.weight"] = torch.ones(HIDDEN)
-    for layer in range(LAYERS):
+    kv = hidden // size.heads * size.kv_heads
+    made = {"model.embed_tokens.weight": normal(VOCABULARY, hidden), "lm_head.weight": normal(VOCABULARY, hidden)}
+    made["model.norm.weight"] = torch.ones(hidden)
+    for layer in range(size.layers):
         at = f"model.layers.{layer}"
-        for name, size in (("q", HIDDEN), ("k", kv), ("v", kv)):
-            made[f"{at}.self_attn.{name}_proj.weight"] = normal(size, HIDDEN)
-            made[f"{at}.self_attn.{name}_proj.bias"] = normal(size)
-        made[f"{at}.self_attn.o_proj.weight"] = normal(HIDDEN, HIDDEN)
+        for name, rows in (("q", hidden), ("k", kv), ("v", kv)):
+            made[f"{at}.self_attn.{name}_proj.weight"] = normal(rows, hidden)
+            made[f"{at}.self_attn.{name}_proj.bias"] = normal(rows)
+        made[f"{at}.self_attn.o_proj.weight"] = normal(hidden, hidden)
         for name in ("gate", "up", "down"):
-            made[f"{at}.mlp.{name}_proj.weight"] = normal(HIDDEN, HIDDEN)
+            made[f"{at}.mlp.{name}_proj.weight"] = normal(hidden, hidden)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            made[f"{at}.{name}.weight"] = torch.ones(HIDDEN)
+            made[f"{at}.{name}.weight"] = torch.ones(hidden)
     return made
 
 
@@ -59,16 +74,16 @@ def _write(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=1))
 
 
-def _config() -> dict[str, object]:
+def _config(size: Size) -> dict[str, object]:
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
         "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.hidden,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
         "max_position_embeddings": 4096,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,

@@ -159,7 +159,8 @@ def _sglang_launch(folder: Path) -> dict[str, Any]:
 
 def _sglang_answers(version: str, folder: Path) -> dict[str, Any]:
     info = {"version": version, **_sglang_launch(folder)}
-    return {"/server_info": info, "/model_info": {"weight_version": "default"}}
+    ranks = [{"checksums": {"w": "a"}}, {"checksums": {"w": "b"}}]
+    return {"/server_info": info, "/model_info": {"weight_version": "default"}, "/weights_checker": {"ranks": ranks}}
 
 
 def _tokenizer_manager(surface: Surface, folder: Path) -> StandIn:
@@ -169,6 +170,7 @@ def _tokenizer_manager(surface: Surface, folder: Path) -> StandIn:
         "begin_weight_update": (True, ""),
         "update_weights_from_distributed": (True, ""),
         "end_weight_update": (True, ""),
+        "check_weights": (True, "", [{"checksums": {"w": "a"}}, {"checksums": {"w": "b"}}], "c"),
         "flush_cache": SimpleNamespace(success=True),
         "config_value": "default",
     }
@@ -204,6 +206,7 @@ def _vllm_answers(version: str, folder: Path) -> dict[str, Any]:
         "/is_sleeping": {"is_sleeping": False},
         "/reset_prefix_cache": {"success": True},
         "/weight_info": {"weight_version": "default"},
+        "/weight_checker": {"checksums": {"tp0:w": "a", "tp1:w": "b"}},
     }
 
 

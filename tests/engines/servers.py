@@ -148,7 +148,7 @@ def answers(url: str) -> bool:
 
 def complete(kind: str, url: str, prompt: str, tokens: int, model: str, limit_s: float = 60.0) -> list[int]:
     """Greedy tokens of one request, as many as asked for unless it is aborted."""
-    path, body = _request(kind, prompt, tokens, model)
+    path, body = request_of(kind, prompt, tokens, model)
     answer = httpx.post(url + path, json=body, timeout=limit_s)
     answer.raise_for_status()
     body = answer.json()
@@ -157,26 +157,30 @@ def complete(kind: str, url: str, prompt: str, tokens: int, model: str, limit_s:
 
 def generate(kind: str, url: str, prompt: list[int], tokens: int, model: str) -> None:
     """Have a prompt of token ids continued greedily."""
-    path, body = _request(kind, "", tokens, model)
-    named = "prompt" if kind == "vllm" else "text"
-    del body[named]
-    body |= {"prompt" if kind == "vllm" else "input_ids": prompt}
+    path, body = request_of(kind, prompt, tokens, model)
     httpx.post(url + path, json=body, timeout=300).raise_for_status()  # an engine may write a trace first
 
 
-class Request(threading.Thread):
-    """One streamed request in flight: `begun` is set at its first token, and `made` counts its tokens."""
+def begin(kind: str, url: str, prompt: str | Sequence[int], tokens: int, model: str | None) -> "Request":
+    """Have a prompt continued greedily, streamed."""
+    path, body = request_of(kind, prompt, tokens, model)
+    return Request(kind, url + path, body)
 
-    def __init__(self, kind: str, url: str, model: str, tokens: int) -> None:
+
+class Request(threading.Thread):
+    """One streamed request in flight; `tokens` grows, and `came` has the time of each answer with some."""
+
+    def __init__(self, kind: str, url: str, body: Mapping[str, Any]) -> None:
         super().__init__(daemon=True)
-        self._kind, self._url, self._model, self._wanted = kind, url, model, tokens
-        self.begun, self.made = threading.Event(), 0
-        self._ended = False
+        self._kind, self._url, self._body = kind, url, {**body, "stream": True}
+        self.tokens: list[int] = []
+        self.came: list[float] = []
+        self._closed = False
         self._error: Exception | None = None
         self.start()
 
     def __repr__(self) -> str:
-        return f"<request, {self.made} of {self._wanted} tokens, {'ended' if self.ended else 'runs'}, {self._error!r}>"
+        return f"<request, {len(self.tokens)} tokens, {'ended' if self.ended else 'runs'}, {self._error!r}>"
 
     @property
     def ended(self) -> bool:
@@ -184,54 +188,56 @@ class Request(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._stream()
+            with httpx.stream("POST", self._url, json=self._body, timeout=60) as answer:
+                answer.raise_for_status()
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        self._take(json.loads(line[6:]))
+                    if self._closed:
+                        break  # closes its connection, and the engine aborts it
         except Exception as error:
             self._error = error
 
-    def running(self) -> Self:
-        """Wait until it has begun."""
-        assert self.begun.wait(60), self
+    def grows_to(self, tokens: int) -> Self:
+        """Wait until it has that many tokens."""
+        wait_for(f"{tokens} tokens", lambda: len(self.tokens) >= tokens or self.ended)
+        assert len(self.tokens) >= tokens, self
         return self
 
-    def goes_on(self, tokens: int = 8) -> None:
-        """Wait until it has that many more tokens."""
-        count = self.made + tokens
-        wait_for("more tokens", lambda: self.made >= count or self.ended)
-        assert self.made >= count, self
+    def close(self) -> None:
+        """Close its connection at the next token."""
+        self._closed = True
 
     def end(self) -> None:
-        """Close its connection at the next token, so that the engine aborts it."""
-        self._ended = True
+        """The same, and wait for it."""
+        self.close()
         self.join(60)
         assert self.ended, self
 
-    def tokens(self) -> int:
-        """Wait until it has ended, and return the number of its tokens."""
-        self.join(60)
+    def all(self) -> list[int]:
+        """Wait until it has ended by itself, and return its tokens."""
+        self.join(400)
         assert self.ended and self._error is None, self
-        return self.made
+        return self.tokens
 
-    def _stream(self) -> None:
-        path, body = _request(self._kind, "a long one", self._wanted, self._model)
-        body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-        with httpx.stream("POST", self._url + path, json=body, timeout=60) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    chunk = json.loads(line[6:])
-                    counted = chunk["usage"] if self._kind == "vllm" else chunk["meta_info"]
-                    self.made = counted["completion_tokens"]
-                    if self.made:
-                        self.begun.set()
-                if self._ended:
-                    break
+    def _take(self, chunk: Mapping[str, Any]) -> None:
+        self.came.append(time.monotonic())
+        if self._kind == "sglang":
+            self.tokens = chunk["output_ids"]  # all of them so far
+        elif chunk["choices"]:
+            self.tokens += chunk["choices"][0]["token_ids"] or []
 
 
-def _request(kind: str, prompt: str, tokens: int, model: str) -> tuple[str, dict[str, Any]]:
+def request_of(
+    kind: str, prompt: str | Sequence[int], tokens: int, model: str | None, adapter: str | None = None
+) -> tuple[str, dict[str, Any]]:
+    """Route and body of a greedy request; None for the model that vLLM serves."""
     if kind == "vllm":
-        body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        body = {"model": adapter or model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
         return "/v1/completions", body | {"ignore_eos": True, "return_token_ids": True}
     sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    return "/generate", {"text": prompt, "sampling_params": sampling}
+    given = {"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
+    return "/generate", {**given, "sampling_params": sampling, "lora_path": adapter}
 
 
 def command(kind: str, model: Path, port: int, *options: str) -> list[str]:
@@ -260,16 +266,18 @@ def environment(kind: str) -> dict[str, str]:
 
 
 class AgentProcess(Process):
-    """`rolloutctl agent` on one node, as a process."""
+    """`rolloutctl agent` on one node, as a process: of this checkout, or of another one."""
 
-    def __init__(self, bus: str, folder: Path, place: str, nnodes: int, *options: str) -> None:
+    def __init__(
+        self, bus: str, folder: Path, place: str, nnodes: int, *options: str, checkout: Path | None = None
+    ) -> None:
         replica, node_rank = place.split(".")
         self.place = place
         where = ["--replica", replica, "--node-rank", node_rank, "--nnodes", str(nnodes)]
         folders = {"--checkpoints": folder, "--traces": folder / "traces", "--state-dir": folder / "state"}
         roots = [str(word) for option in folders.items() for word in option]
         call = [sys.executable, "-m", "controlplane.cli", "agent", "--bus", bus, *where, *roots, *options]
-        super().__init__(call, folder / f"agent-{place}.log")
+        super().__init__(call, folder / f"agent-{place}.log", cwd=checkout)
 
     def end(self) -> int:
         """Send SIGTERM and wait. Returns the exit code."""

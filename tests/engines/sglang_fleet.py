@@ -14,7 +14,7 @@ from controlplane import ControlPlane
 from schemas.profiler.config import ProfilerConfig
 from tests.engines.models import save_model, save_weights, weights
 from tests.engines.reports import BUS
-from tests.engines.servers import AgentProcess, Request, command, complete, environment, free_port
+from tests.engines.servers import AgentProcess, Request, begin, command, complete, environment, free_port
 
 STEPS: Final = ProfilerConfig(steps=(40,), timeout_ms=60_000)
 
@@ -58,7 +58,7 @@ class SGLangFleet:
 
     def request(self, tokens: int) -> Request:
         """One to the replica."""
-        return Request("sglang", self.urls[0], self.model, tokens)
+        return begin("sglang", self.urls[0], "a long one", tokens, None)
 
     def slow_down(self, seconds: float) -> None:
         """Make each forward last longer."""

@@ -23,21 +23,19 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Self
 
-import anyio
 import httpx
 import psutil
 
 from controlplane import ControlPlane
 from schemas.commands import Checkpoint
 from schemas.config import BusConfig
-from schemas.errors import EngineError
+from schemas.identity import InFlight
 from schemas.reports import SyncReport
 from tests.engines.models import save_model, save_weights, weights
 from tests.engines.reports import BUS
-from tests.engines.servers import VLLM_TOKENS, AgentProcess, EngineServer, Process, wait_for
-from workers.conformance.server_client import ServerClient
+from tests.engines.servers import VLLM_TOKENS, AgentProcess, EngineServer, Process, Request, begin, wait_for
 
 EVERY_S: Final = 10.0
 PROBE: Final = [7 * place % 251 + 1 for place in range(300)]
@@ -49,38 +47,25 @@ ALWAYS: Final = 2
 """Requests that always run."""
 
 
-class Stream(threading.Thread):
-    """One greedy request, streamed; `tokens` grows."""
+class Whole(NamedTuple):
+    """One answer: as the engine gave it, its tokens, and the logprobs of the prompt's tokens and of its own."""
 
-    def __init__(self, kind: str, url: str, prompt: Sequence[int], asked: int) -> None:
-        super().__init__(daemon=True)
-        self._kind, self._url, self._prompt, self.asked = kind, url, list(prompt), asked
-        self.tokens: list[int] = []
-        self._ended = False
-        self.start()
+    said: dict[str, Any]
+    tokens: list[int]
+    of_prompt: list[float]
+    of_tokens: list[float]
 
-    def run(self) -> None:
-        with suppress(EngineError):  # its reader sees that it has ended
-            anyio.run(self._stream)
+    @classmethod
+    def of_vllm(cls, said: dict[str, Any], prompt: Sequence[int]) -> Self:
+        (choice,) = said["choices"]
+        asked = zip(prompt[1:], (said["prompt_logprobs"] or ())[1:], strict=False)  # nothing predicts the first
+        of_prompt = [place[str(token)]["logprob"] for token, place in asked]
+        return cls(said, choice["token_ids"], of_prompt, [at["logprob"] for at in choice["logprobs"]["content"]])
 
-    async def _stream(self) -> None:
-        client = ServerClient(self._kind, self._url)
-        try:
-            async for token in client.generate(self._prompt, self.asked):
-                self.tokens.append(token)
-                if self._ended:
-                    break
-        finally:
-            await client.close()
-
-    def grows_to(self, count: int) -> None:
-        """Wait until it has that many tokens."""
-        wait_for(f"{count} tokens", lambda: len(self.tokens) >= count or not self.is_alive())
-        assert len(self.tokens) >= count, f"it ended with {len(self.tokens)} of {self.asked} tokens"
-
-    def end(self) -> None:
-        """Close its connection at the next token, so that the engine aborts it."""
-        self._ended = True
+    @classmethod
+    def of_sglang(cls, said: dict[str, Any]) -> Self:
+        of_prompt, of_tokens = (said["meta_info"][f"{side}_token_logprobs"] for side in ("input", "output"))
+        return cls(said, said["output_ids"], [at[0] for at in of_prompt[1:]], [at[0] for at in of_tokens])
 
 
 class KeepFleet:
@@ -109,10 +94,10 @@ class KeepFleet:
         self.load = open_.enter_context(Process(load, folder / "load.log", cwd=Path(__file__).parents[2]))
         wait_for("requests always run", lambda: "begun" in self.load.output, 180)
 
-    def sync(self, name: str, timeout: float = 60.0) -> SyncReport:
+    def sync(self, name: str, timeout: float = 60.0, in_flight: InFlight = "keep") -> SyncReport:
         """Sync to the weights of that name, under whatever runs."""
         self.version += 1
-        ticket = self.plane.sync_weights(self.version, Checkpoint(name), in_flight="keep", timeout=timeout)
+        ticket = self.plane.sync_weights(self.version, Checkpoint(name), in_flight=in_flight, timeout=timeout)
         report = ticket.wait()
         if report.status == "committed":
             self.held = name
@@ -120,26 +105,27 @@ class KeepFleet:
 
     def answer(self, prompt: Sequence[int], asked: int = ANSWER) -> list[int]:
         """What a new request gets."""
-        stream = Stream(self.kind, self.server.url, prompt, asked)
-        stream.grows_to(asked)
-        return stream.tokens
+        return begin(self.kind, self.server.url, prompt, asked, None).grows_to(asked).tokens
 
-    def whole(self, prompt: Sequence[int], asked: int) -> dict[str, Any]:
-        """What one request gets on the route whose answers name versions. Waits until it has ended."""
-        sampling = {"temperature": 0, "ignore_eos": True}
+    def whole(self, prompt: Sequence[int], asked: int) -> Whole:
+        """What one request gets on the route whose answers name versions. Waits until it has ended. The logprobs of its
+        prompt are told if one token is asked for.
+        """
+        sampling: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
         if self.kind == "vllm":
-            sampling |= {"max_tokens": asked}
-            body = {"model": str(self.model), "token_ids": list(prompt), "sampling_params": sampling}
+            sampling |= {"max_tokens": asked, "logprobs": 0, "prompt_logprobs": 0 if asked == 1 else None}
+            body: dict[str, Any] = {"model": str(self.model), "token_ids": list(prompt), "sampling_params": sampling}
         else:
             sampling |= {"max_new_tokens": asked}
-            body = {"input_ids": list(prompt), "sampling_params": sampling}
+            body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
+            body |= {"logprob_start_len": 0 if asked == 1 else -1}
         path = "/inference/v1/generate" if self.kind == "vllm" else "/generate"
-        answer = httpx.post(self.server.url + path, json=body, timeout=400)
-        return dict(answer.raise_for_status().json())
+        answer = httpx.post(self.server.url + path, json=body, timeout=400).raise_for_status().json()
+        return Whole.of_vllm(answer, prompt) if self.kind == "vllm" else Whole.of_sglang(answer)
 
-    def stream(self, prompt: Sequence[int]) -> Stream:
+    def stream(self, prompt: Sequence[int]) -> Request:
         """Begin a request that outlasts a sync."""
-        return Stream(self.kind, self.server.url, prompt, FROZEN[self.kind])
+        return begin(self.kind, self.server.url, prompt, FROZEN[self.kind], None)
 
 
 UNI: Final = ("--distributed-executor-backend", "uni")
@@ -149,14 +135,14 @@ UNI_VARIABLES: Final = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """See `vllm_fleet.py`: no process that spins, since the soak wants the engine's time and not the machine's."""
 
 
-def wrong_answers(fleet: KeepFleet, frozen: Stream) -> list[str]:
+def wrong_answers(fleet: KeepFleet, frozen: Request) -> list[str]:
     """What is wrong after a sync: with a new request of a cached prompt, and with one that was frozen."""
     wrong = []
     if (found := fleet.answer(PROBE)) != (wanted := fleet.expected[fleet.held]):
         wrong.append(f"a cached prompt was answered {found}, by {fleet.held} alone it is {wanted}")
     made = len(frozen.tokens)  # all of these were made before now, and what follows by the new weights
     frozen.grows_to(made + ANSWER)
-    frozen.end()  # or such requests fill a slow engine, one more with each sync
+    frozen.close()  # or such requests fill a slow engine, one more with each sync
     if (found := frozen.tokens[made : made + ANSWER]) != (
         wanted := fleet.answer([*FROZEN_PROMPT, *frozen.tokens[:made]])
     ):
@@ -193,7 +179,7 @@ class Found:
         except AssertionError as error:  # an answer did not come
             self._note(fleet, str(error))
         finally:
-            frozen.end()
+            frozen.close()
 
     def _note(self, fleet: KeepFleet, *lines: str) -> None:
         self.wrong += len(lines)
@@ -239,7 +225,7 @@ def always(kind: str, url: str) -> None:
     def ask(first: int) -> None:
         for number in range(1_000_000_000):
             prompt = [first, *(number // 200**place % 200 + 1 for place in range(4))]
-            Stream(kind, url, prompt, 400).join()
+            begin(kind, url, prompt, 400, None).join()
 
     for first in range(ALWAYS):
         threading.Thread(target=ask, args=(first + 1,), daemon=True).start()
@@ -249,7 +235,7 @@ def always(kind: str, url: str) -> None:
 
 
 def _running(kind: str, url: str) -> bool:
-    stream = Stream(kind, url, [3], 2)
+    stream = begin(kind, url, [3], 2, None)
     stream.join()
     return len(stream.tokens) == 2 and httpx.get(url + "/health", timeout=30).is_success
 

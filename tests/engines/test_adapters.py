@@ -1,6 +1,7 @@
 """How the backends load and unload adapters over HTTP, on stand-ins of the servers that are as unkind as these."""
 
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -50,6 +51,13 @@ sglang:http_requests_active{endpoint="/generate",method="POST"} 0.0
 """What the servers say of themselves when no request runs."""
 
 
+@pytest.fixture(params=["vllm", "sglang"])
+async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[LoRAServer]:
+    kind: Kind = request.param
+    async with lora_server(kind, LATEST[kind], tmp_path) as made:
+        yield made
+
+
 async def holding(server: LoRAServer, *versions: int) -> None:
     """Have the server hold these versions."""
     for version in versions:
@@ -58,91 +66,76 @@ async def holding(server: LoRAServer, *versions: int) -> None:
     server.posts.clear()
 
 
-@KINDS
-async def test_a_version_is_loaded_from_its_own_path_and_listed_with_it(kind: Kind, tmp_path: Path) -> None:
-    async with lora_server(kind, LATEST[kind], tmp_path) as server:
-        seen = await server.seen()
-        assert Operation.ADAPTERS in seen.operations and seen.adapters == {}
-        directory = save_adapter(server.root / "adapters" / "step_1")
-        assert await server.fault(CheckAdapter(of(1))) is None and server.posts == []
-        assert await server.fault(LoadAdapter(of(1))) is None
-        assert server.posts == [(LOAD[kind], {"lora_name": "policy-v1", "lora_path": str(directory)})]
-        assert (await server.seen()).adapters == {"policy-v1": "adapters/step_1"}
-        server.metrics = IDLE[kind]
-        assert await server.fault(UnloadAdapter("policy-v1", waited=False)) is None
-        assert (await server.seen()).adapters == {} and server.posts[-1] == (UNLOAD[kind], {"lora_name": "policy-v1"})
+async def test_a_version_is_loaded_from_its_own_path_and_listed_with_it(server: LoRAServer) -> None:
+    seen = await server.seen()
+    assert Operation.ADAPTERS in seen.operations and seen.adapters == {}
+    directory = save_adapter(server.root / "adapters" / "step_1")
+    assert await server.fault(CheckAdapter(of(1))) is None and server.posts == []
+    assert await server.fault(LoadAdapter(of(1))) is None
+    assert server.posts == [(LOAD[server.kind], {"lora_name": "policy-v1", "lora_path": str(directory)})]
+    assert (await server.seen()).adapters == {"policy-v1": "adapters/step_1"}
+    server.metrics = IDLE[server.kind]
+    assert await server.fault(UnloadAdapter("policy-v1", waited=False)) is None
+    assert (await server.seen()).adapters == {}
+    assert server.posts[-1] == (UNLOAD[server.kind], {"lora_name": "policy-v1"})
 
 
-@KINDS
-async def test_a_version_that_is_held_is_not_loaded_again(kind: Kind, tmp_path: Path) -> None:
-    async with lora_server(kind, LATEST[kind], tmp_path) as server:
-        save_adapter(server.root / "adapters" / "step_1")
-        server.lost.add(LOAD[kind])
-        assert isinstance(await server.fault(LoadAdapter(of(1))), UnansweredError)
-        assert await server.fault(LoadAdapter(of(1))) is None and await server.fault(CheckAdapter(of(1))) is None
-        assert [path for path, _ in server.posts] == [LOAD[kind]]
+async def test_a_version_that_is_held_is_not_loaded_again(server: LoRAServer) -> None:
+    save_adapter(server.root / "adapters" / "step_1")
+    server.lost.add(LOAD[server.kind])
+    assert isinstance(await server.fault(LoadAdapter(of(1))), UnansweredError)
+    assert await server.fault(LoadAdapter(of(1))) is None and await server.fault(CheckAdapter(of(1))) is None
+    assert [path for path, _ in server.posts] == [LOAD[server.kind]]
 
 
-@KINDS
-async def test_a_load_that_comes_second_counts_if_the_first_was_of_that_path(kind: Kind, tmp_path: Path) -> None:
-    async with lora_server(kind, LATEST[kind], tmp_path) as server:
-        await holding(server, 1)
-        server.hidden.add("policy-v1")  # when it is asked before the load
-        assert await server.fault(LoadAdapter(of(1))) is None
-        server.loaded["policy-v1"] = "/elsewhere"
-        server.hidden.add("policy-v1")
-        fault = await server.fault(LoadAdapter(of(1)))
-        assert isinstance(fault, CheckpointError) and "already loaded" in str(fault)
+async def test_a_load_that_comes_second_counts_if_the_first_was_of_that_path(server: LoRAServer) -> None:
+    await holding(server, 1)
+    server.hidden.add("policy-v1")  # when it is asked before the load
+    assert await server.fault(LoadAdapter(of(1))) is None
+    server.loaded["policy-v1"] = "/elsewhere"
+    server.hidden.add("policy-v1")
+    fault = await server.fault(LoadAdapter(of(1)))
+    assert isinstance(fault, CheckpointError) and "already loaded" in str(fault)
 
 
-@KINDS
-async def test_nothing_is_loaded_over_a_name_that_is_taken(kind: Kind, tmp_path: Path) -> None:
-    async with lora_server(kind, LATEST[kind], tmp_path) as server:
-        await holding(server, 1)
-        save_adapter(server.root / "adapters" / "other")
-        fault = await server.fault(LoadAdapter(of(1, "adapters/other")))
-        assert isinstance(fault, RefusedError) and "from adapters/step_1, and adapters/other was not loaded" in str(
-            fault
-        )
-        assert server.posts == []
+async def test_nothing_is_loaded_over_a_name_that_is_taken(server: LoRAServer) -> None:
+    await holding(server, 1)
+    save_adapter(server.root / "adapters" / "other")
+    fault = await server.fault(LoadAdapter(of(1, "adapters/other")))
+    assert isinstance(fault, RefusedError) and "from adapters/step_1, and adapters/other was not loaded" in str(fault)
+    assert server.posts == []
 
 
-@KINDS
-async def test_an_adapter_that_does_not_fit_reaches_no_engine(kind: Kind, tmp_path: Path) -> None:
-    async with lora_server(kind, LATEST[kind], tmp_path) as server:
-        save_adapter(server.root / "adapters" / "step_1", {name: (rows, 9) for name, (rows, _) in BASE.items()})
-        save_adapter(server.root / "adapters" / "step_2", rank=16)
-        for version in (1, 2, 3):
-            for call in (CheckAdapter(of(version)), LoadAdapter(of(version))):
-                assert isinstance(await server.fault(call), CheckpointError)
-        assert server.posts == [] and server.loaded == {}
+async def test_an_adapter_that_does_not_fit_reaches_no_engine(server: LoRAServer) -> None:
+    save_adapter(server.root / "adapters" / "step_1", {name: (rows, 9) for name, (rows, _) in BASE.items()})
+    save_adapter(server.root / "adapters" / "step_2", rank=16)
+    for version in (1, 2, 3):
+        for call in (CheckAdapter(of(version)), LoadAdapter(of(version))):
+            assert isinstance(await server.fault(call), CheckpointError)
+    assert server.posts == [] and server.loaded == {}
 
 
-@KINDS
-async def test_a_version_without_a_place_is_refused(kind: Kind, tmp_path: Path) -> None:
-    async with lora_server(kind, LATEST[kind], tmp_path) as server:
-        await holding(server, 1, 2)
-        save_adapter(server.root / "adapters" / "step_3")
-        for call in (CheckAdapter(of(3)), LoadAdapter(of(3))):
-            fault = await server.fault(call)
-            assert isinstance(fault, RefusedError) and "holds 2 adapters at most: policy-v1, policy-v2" in str(fault)
-        assert server.posts == []  # SGLang would unload another, and vLLM read files in the middle of its work
+async def test_a_version_without_a_place_is_refused(server: LoRAServer) -> None:
+    await holding(server, 1, 2)
+    save_adapter(server.root / "adapters" / "step_3")
+    for call in (CheckAdapter(of(3)), LoadAdapter(of(3))):
+        fault = await server.fault(call)
+        assert isinstance(fault, RefusedError) and "holds 2 adapters at most: policy-v1, policy-v2" in str(fault)
+    assert server.posts == []  # SGLang would unload another, and vLLM read files in the middle of its work
 
 
-@KINDS
 @pytest.mark.parametrize(
     ("status", "expected"),
     [(400, CheckpointError), (404, CheckpointError), (422, CheckpointError), (403, RefusedError), (500, EngineError)],
 )
 async def test_a_refusal_says_whether_the_engine_was_touched(
-    kind: Kind, status: int, expected: type[Exception], tmp_path: Path
+    server: LoRAServer, status: int, expected: type[Exception]
 ) -> None:
-    async with lora_server(kind, LATEST[kind], tmp_path) as server:
-        save_adapter(server.root / "adapters" / "step_1")
-        server.refusals[LOAD[kind]] = Reply(status, {"error": "because"})
-        fault = await server.fault(LoadAdapter(of(1)))
-        assert isinstance(fault, expected) and "because" in str(fault)
-        assert isinstance(fault, RefusedError) == (expected is RefusedError)
+    save_adapter(server.root / "adapters" / "step_1")
+    server.refusals[LOAD[server.kind]] = Reply(status, {"error": "because"})
+    fault = await server.fault(LoadAdapter(of(1)))
+    assert isinstance(fault, expected) and "because" in str(fault)
+    assert isinstance(fault, RefusedError) == (expected is RefusedError)
 
 
 async def test_vllm_unloads_no_adapter_that_requests_run_on(tmp_path: Path) -> None:
@@ -177,31 +170,25 @@ async def test_sglang_unloads_only_when_no_request_runs(tmp_path: Path) -> None:
         assert await server.fault(UnloadAdapter("policy-v1", waited=True)) is None
 
 
-@KINDS
-async def test_where_requests_cannot_be_counted_an_adapter_is_unloaded_after_its_time(
-    kind: Kind, tmp_path: Path
-) -> None:
-    async with lora_server(kind, LATEST[kind], tmp_path) as server:
-        await holding(server, 1)
-        for server.metrics in (None, "# nothing\n"):
-            fault = await server.fault(UnloadAdapter("policy-v1", waited=False))
-            assert isinstance(fault, RefusedError) and "it can't be told which requests run on it" in str(fault)
-        assert await server.fault(UnloadAdapter("policy-v1", waited=True)) is None and server.loaded == {}
-
-
-@KINDS
-async def test_an_unload_of_what_is_gone_succeeds(kind: Kind, tmp_path: Path) -> None:
-    async with lora_server(kind, LATEST[kind], tmp_path) as server:
-        await holding(server, 1)
-        server.metrics = IDLE[kind]
-        server.lost.add(UNLOAD[kind])
-        assert isinstance(await server.fault(UnloadAdapter("policy-v1", waited=False)), UnansweredError)
-        assert await server.fault(UnloadAdapter("policy-v1", waited=False)) is None
-        assert len(server.posts) == 1
-        await holding(server, 1)
-        server.refusals[UNLOAD[kind]] = Reply(500, "what?")
+async def test_where_requests_cannot_be_counted_an_adapter_is_unloaded_after_its_time(server: LoRAServer) -> None:
+    await holding(server, 1)
+    for server.metrics in (None, "# nothing\n"):
         fault = await server.fault(UnloadAdapter("policy-v1", waited=False))
-        assert isinstance(fault, EngineError) and not isinstance(fault, RefusedError)  # it is still listed
+        assert isinstance(fault, RefusedError) and "it can't be told which requests run on it" in str(fault)
+    assert await server.fault(UnloadAdapter("policy-v1", waited=True)) is None and server.loaded == {}
+
+
+async def test_an_unload_of_what_is_gone_succeeds(server: LoRAServer) -> None:
+    await holding(server, 1)
+    server.metrics = IDLE[server.kind]
+    server.lost.add(UNLOAD[server.kind])
+    assert isinstance(await server.fault(UnloadAdapter("policy-v1", waited=False)), UnansweredError)
+    assert await server.fault(UnloadAdapter("policy-v1", waited=False)) is None
+    assert len(server.posts) == 1
+    await holding(server, 1)
+    server.refusals[UNLOAD[server.kind]] = Reply(500, "what?")
+    fault = await server.fault(UnloadAdapter("policy-v1", waited=False))
+    assert isinstance(fault, EngineError) and not isinstance(fault, RefusedError)  # it is still listed
 
 
 async def test_an_unload_of_sglang_that_waits_for_requests_is_not_waited_for(tmp_path: Path) -> None:
@@ -220,15 +207,13 @@ async def test_an_unload_of_sglang_that_waits_for_requests_is_not_waited_for(tmp
         assert (await server.seen()).adapters == {}
 
 
-@KINDS
-async def test_an_agent_that_only_observes_sees_adapters_too(kind: Kind, tmp_path: Path) -> None:
-    async with lora_server(kind, LATEST[kind], tmp_path) as server:
-        await holding(server, 1)
-        place = Identity(replica=0, node_rank=0)
-        options = EngineOptions(identity=place, checkpoints=server.root, traces=tmp_path, url="http://engine")
-        observer = make_observer(kind, options)
-        observer._reader._pool = server.app  # type: ignore[attr-defined]  # the same reader, with another way
-        assert (await observer.observe()).adapters == {"policy-v1": "adapters/step_1"}
+async def test_an_agent_that_only_observes_sees_adapters_too(server: LoRAServer, tmp_path: Path) -> None:
+    await holding(server, 1)
+    place = Identity(replica=0, node_rank=0)
+    options = EngineOptions(identity=place, checkpoints=server.root, traces=tmp_path, url="http://engine")
+    observer = make_observer(server.kind, options)
+    observer._reader._pool = server.app  # type: ignore[attr-defined]  # the same reader, with another way
+    assert (await observer.observe()).adapters == {"policy-v1": "adapters/step_1"}
 
 
 async def test_metrics_that_have_grown_too_large_cost_the_counters_and_not_the_engine(tmp_path: Path) -> None:
@@ -293,38 +278,32 @@ async def test_a_vllm_that_shows_no_settings_is_believed_by_its_routes(tmp_path:
         assert isinstance(fault, CheckpointError) and "carries no manifest" in str(fault)
 
 
-@KINDS
 @pytest.mark.parametrize("answer", [Reply(500), Reply(401), {"data": "what?"}, Reply(200, "<html>")])
-async def test_an_engine_that_does_not_list_its_adapters_is_not_called(kind: Kind, answer: Any, tmp_path: Path) -> None:
-    async with lora_server(kind, LATEST[kind], tmp_path) as server:
-        await holding(server, 1)
-        server.app.answers["/v1/models"] = answer
-        for call in (CheckAdapter(of(2)), LoadAdapter(of(2)), UnloadAdapter("policy-v1", waited=True)):
-            fault = await server.fault(call)
-            assert isinstance(fault, RefusedError) and "does not list its adapters" in str(fault)
-        assert server.posts == []
+async def test_an_engine_that_does_not_list_its_adapters_is_not_called(server: LoRAServer, answer: Any) -> None:
+    await holding(server, 1)
+    server.app.answers["/v1/models"] = answer
+    for call in (CheckAdapter(of(2)), LoadAdapter(of(2)), UnloadAdapter("policy-v1", waited=True)):
+        fault = await server.fault(call)
+        assert isinstance(fault, RefusedError) and "does not list its adapters" in str(fault)
+    assert server.posts == []
 
 
-@KINDS
-async def test_a_load_that_failed_in_an_engine_that_is_gone_is_no_refusal(kind: Kind, tmp_path: Path) -> None:
-    async with lora_server(kind, LATEST[kind], tmp_path) as server:
-        save_adapter(server.root / "adapters" / "step_1")
+async def test_a_load_that_failed_in_an_engine_that_is_gone_is_no_refusal(server: LoRAServer) -> None:
+    save_adapter(server.root / "adapters" / "step_1")
 
-        def dies(_: Any) -> Reply:
-            server.app.answers["/v1/models"] = httpcore.ConnectError("nothing listens")
-            return Reply(500)
+    def dies(_: Any) -> Reply:
+        server.app.answers["/v1/models"] = httpcore.ConnectError("nothing listens")
+        return Reply(500)
 
-        server.app.answers[LOAD[kind]] = dies
-        fault = await server.fault(LoadAdapter(of(1)))
-        assert isinstance(fault, EngineError) and not isinstance(fault, RefusedError)
+    server.app.answers[LOAD[server.kind]] = dies
+    fault = await server.fault(LoadAdapter(of(1)))
+    assert isinstance(fault, EngineError) and not isinstance(fault, RefusedError)
 
 
-@KINDS
-async def test_an_engine_that_refuses_to_list_them_is_observed_all_the_same(kind: Kind, tmp_path: Path) -> None:
-    async with lora_server(kind, LATEST[kind], tmp_path) as server:
-        server.app.answers["/v1/models"] = Reply(401)
-        seen = await server.seen()
-        assert (seen.tokenizer, seen.adapters) == ("present", None)
+async def test_an_engine_that_refuses_to_list_them_is_observed_all_the_same(server: LoRAServer) -> None:
+    server.app.answers["/v1/models"] = Reply(401)
+    seen = await server.seen()
+    assert (seen.tokenizer, seen.adapters) == ("present", None)
 
 
 @pytest.mark.parametrize(("kind", "version"), releases())

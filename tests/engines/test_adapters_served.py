@@ -64,7 +64,8 @@ def test_requests_in_flight_end_on_the_version_that_they_began_with(fleet: LoRAF
     new = fleet.served().model
     turn = len(before.tokens)  # those that follow are made after the commit
     after = fleet.begin(new, SHORT, PROMPT)
-    made = before.cut_at(turn + SHORT)
+    made = before.grows_to(turn + SHORT).tokens[: turn + SHORT]
+    before.end()
     for begin in (0, turn):  # not all of them at once: rounding differs with what else runs, and adds up
         alone = fleet.scores(old, SHORT, [*PROMPT, *made[:begin]])
         assert made[begin : begin + SHORT] == [token for token, _ in alone]

@@ -8,7 +8,7 @@ import pytest
 
 from controlplane.trainers.gateway.service import Gateway
 from schemas.commands import Checkpoint
-from tests.engines.servers import Request, complete
+from tests.engines.servers import begin, complete
 from tests.engines.sglang_fleet import SGLangFleet
 from tests.trainers.gateway_fleet import on_a_thread
 from tests.trainers.posting_trainers import HTTP, AReaL, Slime
@@ -43,10 +43,10 @@ def test_slime_discovers_and_reloads_an_engine_behind_the_gateway(gateway: Gatew
     (info,) = trainer.discover()
     assert info["tp_size"] == 2
     fleet.slow_down(0.05)
-    running = Request("sglang", url, fleet.model, ENDLESS).running()
+    running = begin("sglang", url, "a long one", ENDLESS, None).grows_to(1)
     directory = copytree(fleet.folder / "b", fleet.folder / "weight_v000070")
     trainer.reload(directory, "70")
-    assert running.tokens() < ENDLESS and not directory.exists()  # its pause aborts, and it removes what it wrote
+    assert len(running.all()) < ENDLESS and not directory.exists()  # its pause aborts, and it removes what it wrote
     fleet.slow_down(0)
     assert HTTP.get(f"{url}/model_info").json()["weight_version"] == "70" and fleet.label() != "70"
     second = tokens(gateway, fleet)

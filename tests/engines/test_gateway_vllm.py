@@ -8,7 +8,7 @@ import pytest
 
 from controlplane.trainers.gateway.service import Gateway
 from tests.engines.models import save_weights, weights
-from tests.engines.servers import VLLM_TOKENS, Request, complete
+from tests.engines.servers import VLLM_TOKENS, begin, complete
 from tests.engines.vllm_fleet import VLLMFleet
 from tests.trainers.gateway_fleet import on_a_thread
 from tests.trainers.posting_trainers import PrimeRL, SkyRL
@@ -44,9 +44,9 @@ def test_prime_rl_moves_both_servers_while_a_request_streams_through_the_gateway
     second = tokens(gateway, vllm_fleet)
     assert second[0] == second[1] == vllm_fleet.tokens()[0]
 
-    running = Request("vllm", gateway.base_urls()[0], vllm_fleet.first.model, ENDLESS).running()
+    running = begin("vllm", gateway.base_urls()[0], "a long one", ENDLESS, vllm_fleet.first.model).grows_to(1)
     asyncio.run(trainer.update_weights(vllm_fleet.folder / "c"))
-    running.goes_on()  # prime-rl pauses with `keep`
+    running.grows_to(len(running.tokens) + 8)  # prime-rl pauses with `keep`
     running.end()
     third = tokens(gateway, vllm_fleet)
     assert third[0] == third[1] != second[0]

@@ -61,7 +61,7 @@ async def test_methods_and_their_parameters_are_read_from_the_openapi_document()
             "asked": frozenset({"there"}),
         }
         await client.close()
-    assert await HttpClient(server.url, ROUTES, info_path="/info").methods() is None  # nobody is there any more
+    assert await HttpClient(server.url, ROUTES, info_path="/info").methods() is None  # nothing listens any more
 
 
 async def test_arguments_go_where_the_route_says() -> None:

@@ -7,13 +7,14 @@ from contextlib import ExitStack
 
 import pytest
 
+from schemas.identity import InFlight
 from schemas.outcomes import Acted
 from tests.engines.reports import conclusions
-from tests.engines.soak import ANSWER, FROZEN_PROMPT, PROBE, KeepFleet, wrong_answers
+from tests.engines.soak import ANSWER, FROZEN_PROMPT, PROBE, KeepFleet, Whole, wrong_answers
 
 SYNCS = 3
-TRACED = {"vllm": 4000, "sglang": 1500}
-"""Tokens of a request that outlasts a sync, and is waited for."""
+TRACED: dict[InFlight, int] = {"abort": 1500, "wait": 200, "keep": 1500}
+"""Tokens of a request that is still running when a sync begins, and with `keep` outlasts it."""
 
 
 @pytest.fixture(
@@ -66,7 +67,7 @@ def test_a_frozen_request_is_of_the_old_weights_up_to_one_token_and_of_the_new_o
     ended = len(frozen.tokens)
     frozen.grows_to(ended + 2 * ANSWER)
     made = frozen.tokens[: ended + 2 * ANSWER]
-    frozen.end()
+    frozen.close()
     fleet.sync(old).raise_unless_committed()
     places = range(began - ANSWER, ended + ANSWER)
     last_alone = places[bisect_left(places, True, key=lambda at: not goes_on(fleet, made, at)) - 1]
@@ -77,25 +78,37 @@ def test_a_frozen_request_is_of_the_old_weights_up_to_one_token_and_of_the_new_o
     assert goes_on(fleet, made, turn) and goes_on(fleet, made, ended)
 
 
-def test_each_token_of_a_frozen_request_is_traced_to_the_version_that_made_it(fleet: KeepFleet) -> None:
-    old, new, count = fleet.held, other(fleet.held), TRACED[fleet.kind]
+@pytest.mark.parametrize("in_flight", ["abort", "wait", "keep"])
+def test_each_token_of_two_versions_in_flight_is_traced_to_the_one_that_made_it(
+    fleet: KeepFleet, in_flight: InFlight
+) -> None:
+    """The spans of the engine's answer say so, and so do its logprobs: those of the weights that are named, alone."""
+    old, new, before = fleet.held, other(fleet.held), fleet.version
     with ThreadPoolExecutor(1) as asking:
-        answer = asking.submit(fleet.whole, FROZEN_PROMPT, count)
+        asked = asking.submit(fleet.whole, FROZEN_PROMPT, TRACED[in_flight])
         beside = fleet.stream(FROZEN_PROMPT)
         beside.grows_to(20)  # by then the other, which is older, has some
-        before = fleet.version
-        fleet.sync(new).raise_unless_committed()
-        beside.end()
-        (sample,) = fleet.plane.provenance(answer.result(), replica=0)
-    made = answer.result()["choices"][0]["token_ids"] if fleet.kind == "vllm" else answer.result()["output_ids"]
-    first, last = sample.spans
-    assert (first.version, last.version, sample.tokens, sample.mixed) == (before, before + 1, count, True)
-    assert (first.proof, last.proof, sample.staleness) == ("proven", "proven", 1)
-    assert not fleet.plane.accepts(sample, mixed=False) and fleet.plane.accepts(sample, max_staleness=1)
-    turn = last.begin
-    assert goes_on(fleet, made, turn), "made by the new weights"
+        beside.close()
+        fleet.sync(new, timeout=240, in_flight=in_flight).raise_unless_committed()
+        first, later = asked.result(), fleet.whole(FROZEN_PROMPT, 2 * ANSWER)
+    (sample,), (next_sample,) = (fleet.plane.provenance(answer.said, replica=0) for answer in (first, later))
+    versions = [before, before + 1] if in_flight == "keep" else [before]
+    assert [span.version for span in sample.spans] == versions and sample.tokens == len(first.tokens)
+    assert (sample.proof, sample.staleness, sample.mixed) == ("proven", 1, in_flight == "keep")
+    assert [(span.version, span.staleness, span.proof) for span in next_sample.spans] == [(before + 1, 0, "proven")]
+    assert fleet.plane.accepts(sample, max_staleness=1) and not fleet.plane.accepts(sample, max_staleness=0)
+    assert bool(fleet.plane.accepts(sample, mixed=False)) is (in_flight != "keep")
+    turn = sample.spans[0].end if in_flight == "keep" else len(first.tokens)
+    of_new = logprobs(fleet, first)
     fleet.sync(old).raise_unless_committed()
-    assert goes_on(fleet, made[:turn], max(0, turn - ANSWER)), "made by the old weights"
+    of_old = logprobs(fleet, first)
+    nearer = [abs(a - made) < abs(b - made) for a, b, made in zip(of_old, of_new, first.of_tokens, strict=True)]
+    assert nearer == [place < turn for place in range(len(nearer))]
+
+
+def logprobs(fleet: KeepFleet, made: Whole) -> list[float]:
+    """Those that the weights that are held now give to the tokens of an answer."""
+    return fleet.whole([*FROZEN_PROMPT, *made.tokens], 1).of_prompt[len(FROZEN_PROMPT) - 1 :]
 
 
 def test_a_cached_prompt_is_answered_by_the_weights_that_are_loaded_after_a_pause_by_hand(fleet: KeepFleet) -> None:

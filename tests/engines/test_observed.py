@@ -191,7 +191,7 @@ async def test_an_agent_whose_numbers_are_not_its_engines_does_not_start(
 async def test_an_engine_that_is_not_up_yet_is_no_trouble(tmp_path: Path) -> None:
     with HttpServer(lambda _: (200, {})) as server:
         engine = sglang(server.url, tmp_path)
-    seen = await engine.observe()  # nobody listens any more
+    seen = await engine.observe()  # nothing listens any more
     assert (seen.tokenizer, seen.trouble) == ("unknown", None)
     await engine.close()
 

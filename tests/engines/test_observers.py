@@ -1,4 +1,4 @@
-"""Observing agents beside engines that somebody else drives: what they find, and that they change nothing.
+"""Observing agents beside engines that another program drives: what they find, and that they change nothing.
 
 The driver posts to its engines itself, as today's trainers do, and gets it wrong. The bus and the agents only look on.
 """
@@ -73,7 +73,7 @@ class Driver:
             await self.engines[replica].perform(call, 10.0)
 
     async def update(self, version: int, *replicas: int) -> None:
-        """Pause all, load into these, resume all: what trainers do, without asking whether everybody has loaded."""
+        """Pause all, load into these, resume all: what trainers do, without asking whether all have loaded."""
         for replica in REPLICAS:
             await self.post(replica, events.Pause("abort"))
         for replica in replicas:
@@ -98,7 +98,7 @@ class Driver:
 
 @asynccontextmanager
 async def driven(folder: Path, policy: ObservePolicy) -> AsyncIterator[Driver]:
-    """Two engines that somebody drives, and agents that look on. They serve v1 at first."""
+    """Two engines that a trainer drives, and agents that look on. They serve v1 at first."""
     async with AsyncExitStack() as stack:
         quick = BusConfig(head_interval_ms=50, heartbeat_ms=40, observe=policy)
         bus = await stack.enter_async_context(Bus("tcp://127.0.0.1:0", RunLog.open(folder / "run.db"), quick))

@@ -387,7 +387,7 @@ def test_stage_that_came_alone_leaves_the_other_unarmed(bench: SGLangBench) -> N
     assert later.passes == PASSES
 
 
-# --- where traces lie, and end up ------------------------------------------------------------------------------------
+# --- where traces lie, and end up -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["verl", "verl_step"])
@@ -414,7 +414,7 @@ def test_steps_in_verls_directories_overwrite_nothing_and_are_relocated(bench: B
     assert content == {} and not any((bench.root / place).exists() for place in places)
 
 
-# --- when something goes wrong ---------------------------------------------------------------------------------------
+# --- when something goes wrong ----------------------------------------------------------------------------------------
 
 
 @on(SGLANG, VLLM)

@@ -1,7 +1,7 @@
 """An agent's registration in a router: what the real sglang-router does, and routers that fail.
 
 The workers are small servers that answer as an engine server does; the agents, the buses and the router are real. The
-rule for who is registered has its tests in tests/unit/test_routable.py.
+rule for which servers are registered has its tests in tests/unit/test_routable.py.
 """
 
 import logging
@@ -105,7 +105,7 @@ class RouterProcess(Process):
         return next(iter(self.workers(worker).values()), "")
 
     def add(self, url: str) -> str:
-        """Add a worker as somebody else would, and wait for the job's end. Returns the id.
+        """Add a worker as another program would, and wait for the job's end. Returns the id.
 
         The job of a worker that is listed already fails, and is not reported before the router has taken it up.
         """
@@ -193,8 +193,8 @@ def logged(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
 
 @pytest.mark.engine_sglang
 async def test_requests_go_to_registered_workers(router: RouterProcess, worker: Worker) -> None:
-    nobody = router.generate()
-    assert nobody.status_code == 503, (nobody.text, router.output)
+    unserved = router.generate()
+    assert unserved.status_code == 503, (unserved.text, router.output)
     async with placed(router, worker, worker_key="engine-key") as place:
         await bring(place, True)
         # The router lists a worker a moment before it sends it requests.

@@ -43,7 +43,7 @@ def blocks_it() -> None:
     """Marks the test after which the scheduler is busy for a minute."""
 
 
-# --- who acts ---------------------------------------------------------------------------------------------------------
+# --- which agents act -------------------------------------------------------------------------------------------------
 
 
 def test_health_proves_nothing_and_server_info_shows_which_node_has_the_tokenizer(fleet: SGLangFleet) -> None:
@@ -145,13 +145,13 @@ def test_broadcast_that_is_not_for_it_or_of_another_model_is_refused(fleet: SGLa
 
 def test_flush_is_repeated_until_requests_have_ended(fleet: SGLangFleet) -> None:
     fleet.slow_down(0.05)
-    request = fleet.request(600).running()
+    request = fleet.request(600).grows_to(1)
     refused = failed(fleet.plane.flush(replicas=[0], timeout=12).wait())
     assert refused.error is ErrorKind.REFUSED and "400" in refused.message
     assert not request.ended
     fleet.slow_down(0)
     acted(fleet.plane.flush(replicas=[0], timeout=60).wait())
-    assert request.tokens() == 600
+    assert len(request.all()) == 600
 
 
 def test_memory_is_released_and_restored_by_tags(fleet: SGLangFleet) -> None:
@@ -162,14 +162,14 @@ def test_memory_is_released_and_restored_by_tags(fleet: SGLangFleet) -> None:
     assert acted(fleet.plane.wake(["weights"], replicas=[0]).wait()).calls == ("wake",)
     assert not late.ended
     assert acted(fleet.plane.wake(replicas=[0]).wait()).calls == ("wake", "resume")
-    assert late.tokens() == 4
+    assert len(late.all()) == 4
     assert fleet.tokens() == before
 
 
 # --- an engine that is busy with a trace ------------------------------------------------------------------------------
 
 
-def test_trace_that_blocks_the_scheduler_is_reported_by_the_deadline_and_stops_nobody_else(
+def test_trace_that_blocks_the_scheduler_is_reported_by_the_deadline_and_stops_no_other_replica(
     fleet: SGLangFleet, blocks_it: None
 ) -> None:
     """Stacks of an idle scheduler, which spins: some seconds of it take SGLang a minute to write."""

@@ -3,6 +3,7 @@
 The objects are stand-ins made from the release's source; a call that does not fit raises what Python raises.
 """
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,13 +15,13 @@ from schemas.commands import Broadcast, Checkpoint
 from schemas.desired import ProfileSession
 from schemas.errors import EngineError, RefusedError, UnansweredError
 from schemas.events import Abort, CheckSource, Flush, Load, Pause, Resume, StartProfile
+from schemas.identity import Digests, Operation
 from schemas.safetensors.manifest import build_manifest
 from tests.engines import surfaces
-from tests.engines.releases import LATEST, PLACE, SHORT, in_process, releases, save_tensor
+from tests.engines.releases import LATEST, PLACE, SHORT, Transport, attached, in_process, releases, save_tensor
 from workers.engines.client import CallRefused
 from workers.engines.sglang.engine import SGLangEngine
 from workers.engines.sglang.in_process import TokenizerManagerClient
-from workers.engines.vllm.engine import fingerprint
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
@@ -72,10 +73,24 @@ async def test_calls_of_vllm_fit_the_release(kind: surfaces.Kind, version: str, 
         ids = {"request_id": ["one", "0_two", "two"]}  # a request for two samples and its children, by their own ids
         assert bench.arguments("abort") == [{**ids, "internal": True} if surfaces.number(version) >= (0, 14) else ids]
 
-        if "compute_weight_checksums" in (await bench.client.methods() or {}):
-            manifest = build_manifest(tmp_path / "checkpoints" / "step_7", content=True)
-            returned = await bench.backend.perform(Load(7, Checkpoint("step_7"), manifest), 1.0)
-            assert returned.digest == fingerprint({"tp0:w": "a", "tp1:w": "b"})  # of all workers, as over HTTP
+
+@pytest.mark.parametrize("content", [True, False])
+@pytest.mark.parametrize("digests", ["always", "announced", "never"])
+@pytest.mark.parametrize("transport", ["http", "in_process"])
+@pytest.mark.parametrize(("kind", "version"), releases())
+async def test_checksums_are_read_after_the_loads_that_are_to_be_proven_where_the_release_has_them(
+    transport: Transport, kind: surfaces.Kind, version: str, digests: Digests, content: bool, tmp_path: Path
+) -> None:
+    since = (0, 5, 15) if kind == "sglang" else (0, 32)
+    asked = digests == "always" or (digests == "announced" and content)
+    async with attached(transport, kind, version, tmp_path) as bench:
+        if Operation.LOAD not in (await bench.backend.observe()).operations:
+            return
+        bench.backend._digests = digests
+        manifest = build_manifest(tmp_path / "checkpoints" / "step_7", content=content)
+        digest = (await bench.backend.perform(Load(7, Checkpoint("step_7"), manifest), 1.0)).digest
+        assert (digest is not None) == (asked and surfaces.number(version) >= since)
+        assert digest is None or re.fullmatch(rf"{kind}:[0-9a-f]{{16}}:[0-9a-f]{{64}}", digest)
 
 
 @pytest.mark.parametrize(("kind", "version"), releases("sglang", "vllm"))

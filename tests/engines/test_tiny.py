@@ -200,7 +200,7 @@ async def test_a_load_reads_again_what_was_written_since_the_check(bench: Bench)
     assert digest(weights(bench.scheduler.model)) == digest(weights(TinyModel(TinyConfig(), seed=2)))
 
 
-async def test_weights_that_nobody_digested_are_digested_for_who_asks(bench: Bench) -> None:
+async def test_weights_without_a_digest_are_digested_when_it_is_asked_for(bench: Bench) -> None:
     await bench.do(replace(bench.save(1), manifest=None))
     assert (await bench.engine.observe()).digest is None
     assert bench.client.describe().digest == digest(weights(TinyModel(TinyConfig(), seed=1)))

@@ -34,11 +34,11 @@ def write(folder: Path, number: int) -> AdapterVersion:
 
 
 @asynccontextmanager
-async def running(folder: Path, replica: int = 0) -> AsyncIterator[tuple[TinyEngine, TinyClient]]:
-    front = f"ipc://{folder}/front-{replica}"
-    engine = TinyEngine(
-        Identity(replica=replica, node_rank=0), checkpoints=folder, traces=folder / "traces", serve=front, seed=7
-    )
+async def running(
+    folder: Path, replica: int = 0, places: int | None = None
+) -> AsyncIterator[tuple[TinyEngine, TinyClient]]:
+    front, identity = f"ipc://{folder}/front-{replica}", Identity(replica=replica, node_rank=0)
+    engine = TinyEngine(identity, checkpoints=folder, traces=folder / "traces", serve=front, seed=7, places=places)
     await engine.open()
     try:
         yield engine, TinyClient(front, timeout_s=20)
@@ -119,9 +119,11 @@ def test_an_adapter_is_not_saved_over_another(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def replica(folder: Path, plane: ControlPlane, number: int) -> AsyncIterator[TinyClient]:
+async def replica(
+    folder: Path, plane: ControlPlane, number: int, places: int | None = None
+) -> AsyncIterator[TinyClient]:
     """An agent with its engine, once it is ready."""
-    async with running(folder, number) as (engine, client):
+    async with running(folder, number, places) as (engine, client):
         agent = Agent(
             bus=plane.address,
             identity=Identity(replica=number, node_rank=0),
@@ -162,3 +164,23 @@ async def test_versions_are_committed_on_all_replicas_and_one_that_is_launched_a
             assert greedy(again, "policy-v3").tokens == expected(base, a)
         await plane.drop_adapter("policy")
         await until(lambda: not first.describe().adapters)
+
+
+async def test_a_full_engine_unloads_what_is_no_longer_wanted_before_it_refuses_a_sync(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        write(tmp_path, number)
+    async with (
+        ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK, checkpoints=tmp_path) as plane,
+        replica(tmp_path, plane, 0, places=2) as client,
+        anyio.create_task_group() as tasks,
+    ):
+        assert (await plane.sync_adapter("policy", 1, "adapters/1", keep=1)).loaded == (0,)
+        await plane.pause("keep")
+        tasks.start_soon(to_thread.run_sync, greedy, client, "policy-v1")
+        await until(lambda: client.describe().running == 1)
+        assert (await plane.sync_adapter("policy", 2, "adapters/2", keep=1)).loaded == (0,)
+        assert client.describe().adapters == {"policy-v1": "adapters/1", "policy-v2": "adapters/2"}, "it is still used"
+        await plane.resume()  # the agent goes on waiting: it would unload by itself in five seconds
+        report = await plane.sync_adapter("policy", 3, "adapters/3", keep=1)
+        assert (report.status, report.loaded) == ("committed", (0,)), report
+        assert "policy-v1" not in (client.describe().adapters or {}) and not client.describe().running

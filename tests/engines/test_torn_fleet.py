@@ -1,6 +1,6 @@
 """The fleet that today's trainers leave behind, on real engines: one replica loads the new weights, the other can't.
 
-The other one is quarantined: paused, on its old version, named in the report, and answering nobody until a sync repairs
+The other one is quarantined: paused, on its old version, named in the report, and without requests until a sync repairs
 it. The first one serves the new version. A bus, two agents, two engines, and clients that really generate.
 """
 

@@ -133,6 +133,14 @@ class Fake:
             return SGLangEngine(PLACE, SGLangServer(url), checkpoints=self.root, traces=self.root)
         return VLLMEngine(PLACE, VLLMServer(url), checkpoints=self.root, traces=self.root)
 
+    async def performs(self, *calls: EngineCall) -> None:
+        """Make calls of one backend, none of which may fail."""
+        with HttpServer(self.answer) as server:
+            engine = self.engine(server.url)
+            for call in calls:
+                await engine.perform(call, 10.0)
+            await engine.close()
+
     async def kind_of_fault(self, call: EngineCall) -> str:
         """Make a call that fails, and return the kind of its fault."""
         with HttpServer(self.answer) as server:

@@ -78,7 +78,7 @@ def test_replica_that_loaded_goes_back_when_too_few_did(fleet: VLLMFleet) -> Non
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_discarded_weights_are_loaded_again_before_anybody_is_served(fleet: VLLMFleet) -> None:
+def test_discarded_weights_are_loaded_again_before_a_request_is_served(fleet: VLLMFleet) -> None:
     fleet.sync("c")
     before = fleet.tokens()
     acted(fleet.plane.sleep(discard=True).wait())
@@ -92,7 +92,7 @@ def test_discarded_weights_are_loaded_again_before_anybody_is_served(fleet: VLLM
 def test_a_hung_server_is_reported_by_the_deadline_and_the_other_continues(fleet: VLLMFleet) -> None:
     fleet.proxy.on["/collective_rpc"] = fleet.first.freeze
     report = fleet.sync("b", quorum=1, timeout=12)
-    # Out of service by the commit, or not heard of any more when it was made: that depends on who answers first.
+    # Out of service by the commit, or not heard of any more when it was made: that depends on which answers first.
     assert report.status == "committed" and report.quarantined + report.unproven == (0,)
     assert failed(report.phases[1]).error is ErrorKind.ENGINE_TIMEOUT
     assert failed(fleet.plane.flush(replicas=[0], timeout=5).wait()).error is ErrorKind.ENGINE_BUSY
@@ -109,7 +109,7 @@ def test_server_killed_during_an_update_is_out_of_service_and_serves_the_committ
 ) -> None:
     fleet.proxy.on["/collective_rpc"] = fleet.first.kill
     report = fleet.sync("b", quorum=1, timeout=20)
-    # Out of service by the commit, or not heard of any more when it was made: that depends on who answers first.
+    # Out of service by the commit, or not heard of any more when it was made: that depends on which answers first.
     assert report.status == "committed" and report.quarantined + report.unproven == (0,)
     assert failed(report.phases[1]).error is ErrorKind.UNKNOWN
     fleet.first.start()

@@ -14,7 +14,7 @@ from controlplane.record.log import RunLog
 from schemas.config import AgentConfig, BusConfig
 from schemas.errors import EngineError
 from schemas.events import Observation
-from schemas.identity import Identity
+from schemas.identity import Digests, Identity
 from workers.agent import Agent
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, layout, weights
@@ -49,6 +49,8 @@ def push(engine: TinyEngine, label: str, tensors: Mapping[str, Tensor]) -> None:
 class TinyFleet:
     """Replicas of one node each."""
 
+    digests: Digests = "announced"
+
     def __init__(self, folder: Path, bus: Bus) -> None:
         self.folder, self.bus = folder, bus
         self.engines: dict[int, TinyEngine] = {}
@@ -80,6 +82,7 @@ class TinyFleet:
             traces=self.folder / "traces",
             serve=self._front(replica),
             seed=100 + replica,
+            digests=self.digests,
         )
         config, state = AgentConfig(hello_retry_ms=20, observe_ms=20), self.folder / "state"
         async with (

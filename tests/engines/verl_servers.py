@@ -145,7 +145,7 @@ class Server:
         self.global_steps = global_steps
 
     def hold(self, fifo: str) -> None:
-        """Hold up the actor's loop until somebody writes into `fifo`. Not of verl."""
+        """Hold up the actor's loop until something is written into `fifo`. Not of verl."""
         Path(fifo).read_text()
 
     def _note(self, method: str) -> None:

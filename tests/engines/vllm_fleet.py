@@ -5,7 +5,7 @@ trainer's bus commands both.
 
 Replica 0 stays on vLLM's default executor, whose worker is a process of its own. Replica 1 takes `uni`, which needs
 none. Readers of the default's queues spin for a second after each message (`shm_broadcast.py`, `busy_loop_s`); two
-such servers leave nothing of two cores to anybody else. So each operation is seen on both executors.
+such servers leave nothing of two cores to anything else. So each operation is seen on both executors.
 """
 
 import json

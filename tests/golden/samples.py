@@ -88,6 +88,8 @@ AWAY = Report(
     seq=8, origin=2, command=SYNC, outcomes=(AgentOutcome(agent="3.0", conclusion=Missing("absent", away_ms=180_000)),)
 )
 
+URL = "http://node-1:8000"
+
 SAMPLES: tuple[Struct, ...] = (
     wire.Header(wire.MAGIC, wire.MAJOR, wire.MINOR, 3, 2, 70_000),
     ENVELOPE,
@@ -98,8 +100,11 @@ SAMPLES: tuple[Struct, ...] = (
     commands.EpochStart(previous_epoch=2, logic=1),
     commands.AdapterSync(phase="commit", adapter=ADAPTER, keep=3),
     commands.AdapterDrop(name="policy"),
+    commands.Drain(grace_ms=30_000),
     # agent to bus
     wire.Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242),
+    wire.Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242, rejoin=True, endpoint=URL),
+    wire.Leave(grace_ms=30_000),
     wire.Join(),
     STATUS,
     AgentStatus(ready=True, clock=CLOCK),
@@ -177,7 +182,7 @@ SAMPLES: tuple[Struct, ...] = (
     agent.Tick(at_ms=8),
     agent.Tick(at_ms=8, stacks="The stacks are in a file."),
     agent.Stopping(at_ms=9),
-    agent.FaultInjected(at_ms=9, name="dies at load", what="kill_agent", wall_ns=10),
+    agent.FaultInjected(at_ms=9, name="dies at load", what="kill_agent"),
     # its effects
     agent.Perform(call_id=1, call=agent.CheckSource(SOURCE, MANIFEST, 5)),
     agent.Perform(call_id=2, call=agent.Pause("wait")),
@@ -196,6 +201,7 @@ SAMPLES: tuple[Struct, ...] = (
     agent.Perform(call_id=15, call=agent.CheckAdapter(ADAPTER)),
     agent.Perform(call_id=16, call=agent.LoadAdapter(ADAPTER)),
     agent.Perform(call_id=17, call=agent.UnloadAdapter("policy-v5", waited=True)),
+    agent.Perform(call_id=18, call=agent.AwaitIdle(30_000)),
     agent.Answer(epoch=2, seq=7, outcome=Skipped(Reason.ALREADY), rule=10),
     agent.RequestResend(8),
     agent.RequestSnapshot(),
@@ -242,6 +248,7 @@ SAMPLES: tuple[Struct, ...] = (
         timeout_ms=600_000,
         adapter=commands.AdapterRequest(name="policy", config="cc", base=5, keep=3),
     ),
+    bus.LeaveRequested(at_us=3, at_ns=4, peer="1.0/i", grace_ms=30_000),
     bus.RetireRequested(at_us=3, at_ns=4, ticket=3, places=("3", "1.1")),
     bus.SamplesCounted(
         at_us=3,
@@ -285,6 +292,7 @@ SAMPLES: tuple[Struct, ...] = (
     ),
     bus.Refuse(ticket=3, kind="sync_in_progress", reason="one at a time"),
     bus.Retired(ticket=4, agents=("3.0", "3.1")),
+    bus.Retired(ticket=None, agents=("3.0", "3.1")),
 )
 
 

@@ -9,7 +9,6 @@ import gc
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
@@ -20,21 +19,20 @@ import anyio
 import torch
 import torch.multiprocessing  # registers how tensors are handed to other processes
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 
 from schemas import events
 from schemas.commands import Broadcast
 from schemas.config import AgentConfig
 from schemas.errors import EngineError
 from schemas.identity import Identity
-from tests.engines.groups import LIMIT
+from tests.engines.groups import broadcast
 from tests.engines.servers import Process
+from tests.engines.tiny_fleet import push
 from tests.running import environment
 from tests.waiting import wait_until
 from workers.agent import Agent
 from workers.engines.tiny.engine import TinyEngine
-from workers.engines.tiny.model import TinyConfig, digest, layout, weights
+from workers.engines.tiny.model import TinyConfig, digest, weights
 from workers.engines.tiny.server import TinyClient
 from workers.traces.node import NodeTraces
 
@@ -47,21 +45,7 @@ def config_of(hidden: int) -> TinyConfig:
 
 
 class ReceivingEngine(TinyEngine):
-    """A tiny engine that also takes a trainer's pushes, and broadcasts straight into the memory of its device."""
-
-    def push(self, label: str, tensors: Mapping[str, Tensor]) -> None:
-        """Copy a trainer's tensors over the weights, which have a label and no version then."""
-        scheduler = self._require_scheduler()
-        if layout(tensors) != self._layout:
-            raise EngineError("the push was refused: its tensors are not those of the model. Nothing was changed.")
-
-        def copy() -> None:
-            scheduler._require_loadable()
-            for name, held in weights(scheduler.model).items():
-                held.copy_(tensors[name])
-            scheduler._change(version=None, label=label, digest=scheduler.digest())
-
-        scheduler.run(copy)
+    """A tiny engine that also takes broadcasts straight into the memory of its device."""
 
     def _perform(self, call: events.EngineCall) -> events.Returned:
         if not isinstance(call, events.CheckSource | events.Load) or not isinstance(call.source, Broadcast):
@@ -71,30 +55,13 @@ class ReceivingEngine(TinyEngine):
         scheduler = self._require_scheduler()
         tensors = {name: torch.empty_like(held) for name, held in weights(scheduler.model).items()}
         try:
-            _receive(call.source, tensors)
+            replicas = call.source.replicas
+            broadcast(call.source, 1 + replicas.index(PLACE.replica), 1 + len(replicas), tensors)
         except Exception as error:
             raise EngineError(f"the broadcast was not received: {type(error).__name__}: {error}") from error
         received = digest(tensors)
         scheduler.run(scheduler.load, call.version, tensors, call.label, received)
         return events.Returned(digest=received)
-
-
-def _receive(source: Broadcast, tensors: Mapping[str, Tensor]) -> None:
-    """The engine's end of `tests.engines.groups.sender`."""
-    rank, world = 1 + source.replicas.index(PLACE.replica), 1 + len(source.replicas)
-    store, _, _ = next(iter(rendezvous(f"tcp://{source.host}:{source.port}", rank, world, timeout=LIMIT)))
-    store.set_timeout(LIMIT)
-    group, _ = c10d._new_process_group_helper(
-        world,
-        rank,
-        [],
-        c10d.Backend(source.backend),
-        c10d.PrefixStore(source.group, store),
-        group_name=c10d.GroupName(source.group),
-        timeout=LIMIT,
-    )
-    for name in sorted(tensors):
-        group.broadcast(tensors[name], 0).wait(timedelta(seconds=60))
 
 
 # --- the process ------------------------------------------------------------------------------------------------------
@@ -135,7 +102,7 @@ def _done(engine: ReceivingEngine, what: str, *arguments: Any) -> object:
     match what:
         case "push":
             try:
-                engine.push(*arguments)
+                push(engine, *arguments)
             except EngineError as error:
                 return EngineError(str(error))  # without its traceback, which holds the tensors
         case "digest":  # computed now, from what it generates with

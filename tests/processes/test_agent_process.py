@@ -75,7 +75,7 @@ def test_it_joins_answers_and_leaves(plane: ControlPlane, tmp_path: Path, ended_
         plane.wait_for_agents(1, timeout=60).wait()
         assert plane.flush().wait().skipped == ("0.1",)
         assert node.end(ended_by) == code
-        away = plane.flush(timeout=600).wait(timeout=60)  # it said that it leaves, so nobody waits for it
+        away = plane.flush(timeout=600).wait(timeout=60)  # it said that it leaves, so no command waits for it
         assert [kind_and_reason(outcome.conclusion) for outcome in away.outcomes] == [("missing", "absent")]
         assert lives(plane) == {"0.1": "left"}
         assert "Traceback" not in node.output and "shutting down" in node.output
@@ -140,7 +140,7 @@ def test_killed_and_started_again_it_serves_nothing_but_the_newest_weights(plane
         completions: list[Completion] = []
 
         def generated() -> bool:
-            with suppress(EngineError):  # nobody listens yet
+            with suppress(EngineError):  # nothing listens yet
                 completions.extend(client.generate([[3]], 8, temperature=0))
             return bool(completions)
 

@@ -74,7 +74,7 @@ name = "is slow"
 what = "slow"
 call = "resume"
 seconds = 0.3
-replicas = [1]
+replicas = [0]
 version = 8
 
 [[fault]]

@@ -3,6 +3,8 @@
 import os
 import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,19 +15,37 @@ from schemas.errors import AddressInUse
 from schemas.transport.exposition import serve_metrics
 from tests.running import started
 
-CHILD_OUTLIVES = """
+OUTLIVES = """
 import os, signal, sys
+from pathlib import Path
 from controlplane import ControlPlane
 plane = ControlPlane("tcp://127.0.0.1:0", log=sys.argv[1])
 plane.open()
+places = serve(plane)
 reader, writer = os.pipe()
 if (child := os.fork()) == 0:
     os.setsid()
     os.write(writer, b"forked")
     signal.pause()
 os.read(reader, 6)  # until then it holds what its parent holds
-print(plane.address, child, flush=True)
+print(child, *places, flush=True)
 signal.pause()
+"""
+NOTHING_ELSE = """
+def serve(plane):
+    return [plane.address]
+"""
+METRICS = """
+def serve(plane):
+    from controlplane.metrics import BusCollector
+    from schemas.transport.exposition import serve_metrics
+    return [serve_metrics(BusCollector(plane), "0")[0]]
+"""
+GATEWAY = """
+def serve(plane):
+    from controlplane.trainers.gateway.service import Gateway
+    gateway = Gateway(plane, replicas=1, checkpoints=Path(sys.argv[1]).parent, ports=True)
+    return [url.rpartition(":")[2] for url in (gateway.url, gateway.base_urls()[0])]
 """
 REOPENS = """
 import os, signal, sys
@@ -43,40 +63,6 @@ plane.close()
 with ControlPlane(address, log=sys.argv[1], config=BusConfig(publish_port=port)):
     print("open again", flush=True)
 os.kill(child, signal.SIGKILL)
-"""
-METRICS_OUTLIVE = """
-import os, signal, sys
-from controlplane import ControlPlane
-from controlplane.metrics import BusCollector
-from schemas.transport.exposition import serve_metrics
-plane = ControlPlane("tcp://127.0.0.1:0", log=sys.argv[1])
-plane.open()
-served, _ = serve_metrics(BusCollector(plane), "0")
-reader, writer = os.pipe()
-if (child := os.fork()) == 0:
-    os.setsid()
-    os.write(writer, b"forked")
-    signal.pause()
-os.read(reader, 6)
-print(served, child, flush=True)
-signal.pause()
-"""
-GATEWAY_OUTLIVES = """
-import os, signal, sys
-from pathlib import Path
-from controlplane import ControlPlane
-from controlplane.trainers.gateway.service import Gateway
-plane = ControlPlane("tcp://127.0.0.1:0", log=sys.argv[1])
-plane.open()
-gateway = Gateway(plane, replicas=1, checkpoints=Path(sys.argv[2]), ports=True)
-reader, writer = os.pipe()
-if (child := os.fork()) == 0:
-    os.setsid()
-    os.write(writer, b"forked")
-    signal.pause()
-os.read(reader, 6)
-print(gateway.url.rpartition(":")[2], gateway.base_urls()[0].rpartition(":")[2], child, flush=True)
-signal.pause()
 """
 CHILD_ASKS = """
 import asyncio, os, signal, sys
@@ -103,49 +89,41 @@ with ControlPlane("tcp://127.0.0.1:0", log=sys.argv[1]) as plane:
 """
 
 
-def test_a_trainer_restarts_beside_the_children_of_the_one_that_was_killed(tmp_path: Path) -> None:
-    with started("-c", CHILD_OUTLIVES, tmp_path / "run.db") as trainer:
+@contextmanager
+def killed(serve: str, log: Path) -> Iterator[list[str]]:
+    """A trainer that was killed, and what its child inherited, which lives on meanwhile: where it served."""
+    with started("-c", serve + OUTLIVES, log) as trainer:
         assert trainer.stdout is not None
-        address, child = trainer.stdout.readline().split()
+        child, *places = trainer.stdout.readline().split()
         try:
             trainer.send_signal(signal.SIGKILL)
             trainer.wait(15)
-            with ControlPlane(address, log=tmp_path / "run.db") as plane:
-                assert plane.address == address
+            yield places
             os.kill(int(child), 0)
         finally:
             os.kill(int(child), signal.SIGKILL)
+
+
+def test_a_trainer_restarts_beside_the_children_of_the_one_that_was_killed(tmp_path: Path) -> None:
+    log = tmp_path / "run.db"
+    with killed(NOTHING_ELSE, log) as (address,), ControlPlane(address, log=log) as plane:
+        assert plane.address == address
 
 
 def test_the_port_of_its_metrics_is_free_again_too(tmp_path: Path) -> None:
-    with started("-c", METRICS_OUTLIVE, tmp_path / "run.db") as trainer:
-        assert trainer.stdout is not None
-        served, child = trainer.stdout.readline().split()
-        try:
-            trainer.send_signal(signal.SIGKILL)
-            trainer.wait(15)
-            with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db") as plane:
-                again, end = serve_metrics(BusCollector(plane), served.split(":")[2].removesuffix("/metrics"))
-                end()
-            assert again == served
-            os.kill(int(child), 0)
-        finally:
-            os.kill(int(child), signal.SIGKILL)
+    log = tmp_path / "run.db"
+    with killed(METRICS, log) as (served,), ControlPlane("tcp://127.0.0.1:0", log=log) as plane:
+        again, end = serve_metrics(BusCollector(plane), served.split(":")[2].removesuffix("/metrics"))
+        end()
+        assert again == served
 
 
 def test_the_ports_of_its_gateway_are_free_again_too(tmp_path: Path) -> None:
-    with started("-c", GATEWAY_OUTLIVES, tmp_path / "run.db", tmp_path) as trainer:
-        assert trainer.stdout is not None
-        first, second, child = map(int, trainer.stdout.readline().split())
-        try:
-            trainer.send_signal(signal.SIGKILL)
-            trainer.wait(15)
-            for port in (first, second):
-                with socket.create_server(("127.0.0.1", port)):
-                    pass
-            os.kill(child, 0)
-        finally:
-            os.kill(child, signal.SIGKILL)
+    with killed(GATEWAY, tmp_path / "run.db") as ports:
+        assert len(ports) == 2
+        for port in map(int, ports):
+            with socket.create_server(("127.0.0.1", port)):
+                pass
 
 
 def test_a_bus_is_opened_again_beside_children_that_live_on(tmp_path: Path) -> None:

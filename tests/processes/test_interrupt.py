@@ -172,7 +172,7 @@ def test_an_observing_bus(tmp_path: Path) -> None:
 
 
 def test_a_log_that_is_shown_to_nobody(tmp_path: Path) -> None:
-    """Its pipe is full, and nobody reads it."""
+    """Its pipe is full, and nothing reads it."""
     log = Path(__file__).parents[1] / "replays" / "trained.db"
     shown = subprocess.Popen(
         [sys.executable, "-m", "controlplane.cli", "log", "show", "--json", log],

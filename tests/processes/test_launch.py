@@ -128,7 +128,7 @@ while True:
     assert (await server.end()).exit_code == 7
 
 
-async def test_an_end_that_nobody_waits_for_continues(servers: Servers) -> None:
+async def test_an_end_that_nothing_waits_for_continues(servers: Servers) -> None:
     server, processes = await servers.tree()
     with anyio.CancelScope() as scope:
         scope.cancel()
@@ -163,7 +163,7 @@ async def test_what_cannot_be_launched_is_an_error(servers: Servers, tmp_path: P
     await server.end()
 
 
-# --- somebody dies ----------------------------------------------------------------------------------------------------
+# --- something dies ---------------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager

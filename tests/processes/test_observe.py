@@ -1,4 +1,4 @@
-"""`rolloutctl observe` and `rolloutctl agent --observe` as processes: the engine never notices who looks at it."""
+"""`rolloutctl observe` and `rolloutctl agent --observe` as processes: the engine never notices that it is looked at."""
 
 import re
 import signal
@@ -33,7 +33,7 @@ OBSERVE = ("-m", "controlplane.cli", "observe", "--address", "tcp://127.0.0.1:0"
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[TinyEngine]:
-    """An engine that somebody drives: it is paused, and a session is open."""
+    """An engine that a trainer drives: it is paused, and a session is open."""
     driven = TinyEngine(
         Identity(replica=0, node_rank=0), checkpoints=tmp_path, traces=tmp_path / "traces", serve=front(tmp_path)
     )
@@ -80,7 +80,7 @@ def is_another(bus: str, killed: str) -> bool:
     return onlooker(bus) not in ("", killed)
 
 
-def test_an_engine_is_the_same_whoever_looks_and_however_that_ends(engine: TinyEngine, tmp_path: Path) -> None:
+def test_an_engine_is_the_same_after_any_observer_however_that_ends(engine: TinyEngine, tmp_path: Path) -> None:
     before, log = state_of(engine), tmp_path / "run.db"
     with ExitStack() as stack:
         bus = stack.enter_context(started(*OBSERVE, log, stderr=subprocess.DEVNULL))

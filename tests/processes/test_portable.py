@@ -1,6 +1,5 @@
 """What also works where Linux's own calls are missing: everything but `--launch`, which says so."""
 
-import struct
 import subprocess
 import sys
 
@@ -15,7 +14,3 @@ def test_without_linux_everything_works_but_launch() -> None:
     assert launch == (
         "the server: only Linux can end everything that a server started. Start it yourself, and leave --launch out."
     )
-
-
-def test_the_lock_fills_the_struct_of_macos() -> None:
-    assert struct.calcsize("qqihh") == 24  # off_t, off_t, pid_t, short, short: sys/fcntl.h

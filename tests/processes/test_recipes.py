@@ -243,6 +243,11 @@ def test_the_slurm_script_runs_a_trainer_and_the_agents_of_both_replicas(tmp_pat
 @pytest.mark.xdist_group("ray")
 def test_the_ray_job_runs(tmp_path: Path) -> None:
     assert rolloutctl("keys", "new", "fleet", "--fleet", cwd=tmp_path).returncode == 0
-    done = python(RECIPES / "ray_job.py", "tiny", cwd=tmp_path, env={"XDG_STATE_HOME": str(tmp_path)})
+    done = python(
+        RECIPES / "ray_job.py",
+        "tiny",
+        cwd=tmp_path,
+        env={"XDG_STATE_HOME": str(tmp_path), "RUN_LOG": str(tmp_path / "disk/run.db")},
+    )
     assert done.returncode == 0, done.stderr
-    assert rolloutctl("log", "verify", "run.db", cwd=tmp_path).returncode == 0
+    assert rolloutctl("log", "verify", tmp_path / "disk/run.db", cwd=tmp_path).returncode == 0

@@ -71,7 +71,7 @@ class Terminal:
         os.write(self._its, b"the end")  # a terminal may hold bytes back until more are written
         while b"the end" not in self._shown:
             self._read(0.05)
-        assert b"\x1b[?1049l" in self._shown and self._shown.rindex(b"\x1b[?25h") >= 0, self._shown
+        assert b"\x1b[?1049l" in self._shown and b"\x1b[?25h" in self._shown, self._shown
         assert b"Traceback" not in self._shown
         assert termios.tcgetattr(self._its) == self._before
         return self.process.returncode

@@ -215,7 +215,7 @@ def test_a_rank_says_goodbye_and_trains_on_without_a_bus(tmp_path: Path) -> None
             plane.wait_for_agents(1, timeout=60).wait()
         wait_until(lambda: [agent.state for agent in plane.status().agents] == ["left"])
         assert plane.flush().wait().missing == ("actor.0",)
-    with here(address, tmp_path) as rank, rank.annotate("update_actor"):  # nobody listens there any more
+    with here(address, tmp_path) as rank, rank.annotate("update_actor"):  # nothing listens there any more
         rank.mini_batch()
     assert rank.failure is None
 

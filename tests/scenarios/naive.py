@@ -86,7 +86,7 @@ class NaiveTrainer:
     def _ask(self, what: list[str]) -> None:
         if self._hung:
             wanted = "I10" if what == ["asks", "status"] else "I5"
-            self.broke.setdefault(wanted, f"{' '.join(what)}: nobody answers, the call before it never came back")
+            self.broke.setdefault(wanted, f"{' '.join(what)}: nothing answers, the call before it never came back")
             return
         try:
             match what:
@@ -134,7 +134,7 @@ class NaiveTrainer:
             self._call(node, call)
 
     def _call(self, engine: Any, call: Call) -> None:
-        """Make a call. `engine` is None on a node without one, since nobody checks before the call."""
+        """Make a call. `engine` is None on a node without one, since nothing checks before the call."""
         for _ in range(2 if self._repeats else 1):  # the reply was lost, so the call is repeated
             self._calls += 1
             attempt, took_ms = engine.begin(call, self._calls)
@@ -163,9 +163,9 @@ class NaiveTrainer:
             return
         for engine in self._engines:
             if engine.session_step is not None:
-                self.broke.setdefault("I7", f"step {engine.session_step} is still profiled, and nobody will stop it")
+                self.broke.setdefault("I7", f"step {engine.session_step} is still profiled, and nothing will stop it")
             if not engine.generating:
-                self.broke.setdefault("P7", "an engine stays paused, and nobody will resume it")
+                self.broke.setdefault("P7", "an engine stays paused, and nothing will resume it")
 
     def _engine(self, replica: int) -> StageEngine:
         def killed(text: str) -> None:

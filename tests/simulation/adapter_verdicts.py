@@ -16,9 +16,11 @@ from schemas.events import Flush, Pause, Perform, Resume, SnapshotReceived
 from schemas.identity import Identity, Operation
 from schemas.outcomes import Reason, Skipped
 from tests.simulation import serving, verdicts
+from workers.machine.lora import left
 from workers.machine.readiness import is_ready
 
 if TYPE_CHECKING:
+    from tests.simulation.adapters import Shelf
     from tests.simulation.agent import Process
     from tests.simulation.bus import Bus
     from tests.simulation.cluster import World
@@ -127,6 +129,22 @@ def paused(process: Process, perform: Perform) -> str:
     return f"{process.peer} makes {perform.call} for {command}" if stops else ""
 
 
+def refused(process: Process, shelf: Shelf) -> str:
+    """A sync with time finds no place only if what is not wanted is in use, or was two seconds ago."""
+    state, engine = process.state, shelf.engine
+    activity, temper = state.activity, engine.temper
+    trigger = activity.trigger if activity is not None else None
+    if trigger is None or not isinstance(trigger.command, AdapterSync) or trigger.command.phase == "commit":
+        return ""
+    hurried = trigger.ttl_ms < 2500 or state.queue or temper.fails or temper.hangs or temper.loses
+    unable = not (shelf.counts and engine.generating) or state.bus_lost or state.changed_by_others
+    if hurried or unable or process.slot.cut_off or serving.misled(process):
+        return ""
+    idle = (model for model in shelf.held if shelf.busy_ms.get(model, -2000) + 2000 < engine.now())
+    unwanted = set(idle) & set(left(state.desired, state.engine))
+    return f"{process.peer} has no place for {trigger.command.adapter.model}, and holds {unwanted}" if unwanted else ""
+
+
 def version(promises: Promises, new: Published) -> str:
     """Two versions that may have been loaded share neither a name nor a path; and none is of both, changed."""
     command = new.command
@@ -164,7 +182,7 @@ def quorum(promises: Promises, before: CoordinatorState, new: Published) -> str:
         for replica, conclusion in verdicts.primaries(report)
         if verdicts.followed(conclusion) or conclusion == Skipped(Reason.STALE_VERSION)
     ]
-    if len(loaded) < (sync.request.quorum or 1):
+    if len(loaded) < verdicts.asked(sync):
         return f"{command.adapter.model} is committed with {loaded}, the quorum is {sync.request.quorum}"
     return ""
 
@@ -183,7 +201,7 @@ def converged(world: World, slot: Slot) -> str:
         # A name that the lost tail of a log gave to other bytes. An engine that can't tell whether requests run on them
         # is not asked to unload them before the next sync of that adapter.
         other = not shelf.counts and version.model in shelf.held
-        if (version.path, slot.name) not in broken and not other:
+        if (version.path, slot.name) not in broken and not other and shelf.has_place(version):
             return f"{slot.name} lacks {version.model}"
     every = {version.model for kept in versions.values() for version in kept}
     known = {

@@ -18,6 +18,7 @@ from controlplane.machine.events import Issued, SyncRequested
 from controlplane.machine.fleet_view import FleetView
 from schemas import events
 from schemas.commands import AdapterDrop, AdapterRequest, AdapterSync, AdapterVersion, Checkpoint, Manifest, Target
+from tests.simulation import adapter_verdicts
 
 if TYPE_CHECKING:
     from tests.simulation.bus import Bus
@@ -69,7 +70,8 @@ class Shelf:
 
     lists: what it can list.   counts: it can tell which requests run on an adapter.   evicts: chance per second.
     requests: what runs on it: the adapter and the time that is left of each.   lost_ms: when it lost one by itself.
-    seen_ms: when its agent last saw what it lists.
+    seen_ms: when its agent last saw what it lists.   places: how many it holds at most.
+    busy_ms: when requests last ran on an adapter.
     """
 
     engine: Engine
@@ -83,6 +85,8 @@ class Shelf:
     advanced_ms: int = 0
     lost_ms: dict[str, int] = field(default_factory=dict)
     seen_ms: int = -1
+    places: int | None = None
+    busy_ms: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def draw(cls, slot: Slot, engine: Engine, rng: Random) -> Shelf:
@@ -90,7 +94,8 @@ class Shelf:
         lists: Literal["paths", "names", "nothing"] = rng.choice(("paths", "paths", "paths", "names", "nothing"))
         evicts = rng.choice((0.0, 0.0, 0.03)) if lists != "nothing" else 0.0  # else its agent could not know
         # Where a load may have been made, it is unloaded first. One that shows neither could not be asked to.
-        return cls(engine, slot, rng, lists, counts=rng.random() < 0.6 or lists == "nothing", evicts=evicts)
+        counts = rng.random() < 0.6 or lists == "nothing"
+        return cls(engine, slot, rng, lists, counts, evicts, places=slot.world.weather.places)
 
     def launch(self) -> None:
         """Forget everything. One that was launched with an adapter has it again."""
@@ -147,6 +152,7 @@ class Shelf:
     def advance(self) -> None:
         """Let requests generate until now. Called before anything changes whether they do."""
         passed, self.advanced_ms = self.engine.now() - self.advanced_ms, self.engine.now()
+        self.busy_ms |= dict.fromkeys((model for model, _ in self.requests), self.advanced_ms)
         if self.engine.generating:
             self.requests = [(model, left - passed) for model, left in self.requests if left > passed]
 
@@ -170,7 +176,19 @@ class Shelf:
         bad = (adapter.path, self.slot.name) in files.broken
         if adapter.path in files.let_go or (bad and len(adapter.path) % 2):
             return events.Fault("source_refused", "its files are bad.")
-        return events.Returned()
+        return self._without_place(adapter) or events.Returned()
+
+    def has_place(self, adapter: AdapterVersion) -> bool:
+        """Whether it can hold this version beside the others."""
+        return self.places is None or len(self.held.keys() - {adapter.model}) < self.places
+
+    def _without_place(self, adapter: AdapterVersion) -> events.Fault | None:
+        if self.has_place(adapter):
+            return None
+        self.advance()
+        if self.engine.caller is not None and (text := adapter_verdicts.refused(self.engine.caller, self)):
+            self.slot.world.promises.broken("P12 adapters", text)
+        return events.Fault("refused", f"it holds {self.places} adapters at most.")
 
     def load(self, adapter: AdapterVersion) -> events.Returned | events.Fault:
         """Load beside the others; never a name that it has."""
@@ -178,6 +196,8 @@ class Shelf:
             self.engine.kill(f"adapter {adapter.model} was loaded while memory is asleep")
         if adapter.model in self.held:
             return events.Fault("refused", "400: it has been loaded already.")
+        if fault := self._without_place(adapter):
+            return fault
         if not self._read(adapter.path) or (adapter.path, self.slot.name) in self.slot.world.files.broken:
             return events.Fault("engine_error", "500: it can't be loaded.")
         self.held[adapter.model] = Held(adapter.path, of_another=self._of_another)
@@ -230,7 +250,7 @@ class AdapterTrainer:
     def __init__(self, world: World) -> None:
         self.world = world
         self.rng = Random(f"adapters {world.seed}")
-        self.pace_ms = self.rng.choice((0, 0, 600, 1500, 4000))
+        self.pace_ms = 400 if world.weather.places else self.rng.choice((0, 0, 600, 1500, 4000))
         self.tries = 0
         self.asked: list[SyncRequested] = []
 
@@ -277,11 +297,9 @@ class AdapterTrainer:
         files = self.world.files
         if bus.committing is not None:
             return
-        oldest = {name: FleetView(bus.state).oldest_adapter(name) for name in NAMES}
+        needed = FleetView(bus.state).needed_checkpoints
         for adapter in set(self.published()):
-            if adapter.name not in bus.state.syncs and (
-                adapter.version < oldest[adapter.name] or not oldest[adapter.name]
-            ):
+            if adapter.name not in bus.state.syncs and adapter.path not in needed:
                 if adapter.path not in files.let_go:
                     self.world.say(f"the files {adapter.path} of {adapter.model} are deleted")
                 files.let_go.add(adapter.path)

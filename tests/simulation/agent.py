@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from schemas import events
-from schemas.commands import UnknownCommand
+from schemas.commands import DRAIN_MARGIN_MS, UnknownCommand
 from schemas.outcomes import Trace
 from schemas.transport.sockets import FRAME_BYTES_MAX
 from schemas.wire import (
@@ -25,6 +25,7 @@ from schemas.wire import (
     Goodbye,
     Hello,
     Join,
+    Leave,
     Page,
     Rejoin,
     Replay,
@@ -82,6 +83,7 @@ class Process:
         self.new_key = False
         self.calls_alone: list[int] = []  # by launch, since it was cut off for good, and its lease has ended
         self.commanded_ms = self.world.now  # when a command could last have reached it
+        self.asks: Leave | None = None  # that its replica leave the fleet
 
     @property
     def clock_ms(self) -> int:
@@ -151,6 +153,14 @@ class Process:
         self.commit()
         self.up(Goodbye())
         self.die()
+
+    def ask_to_leave(self, grace_ms: int) -> None:
+        """Be asked to end in good order: drain the replica, and end without that if it takes too long."""
+        if self.alive and self.state.joined and self.asks is None:
+            self.world.say(f"{self.peer} asks to leave the fleet")
+            self.asks = Leave(grace_ms=grace_ms)
+            self.up(self.asks)
+            self.world.at(grace_ms + DRAIN_MARGIN_MS, self.leave)
 
     def give_up(self) -> None:
         """The bus refuses this agent for good. Now and then somebody starts it again all the same."""
@@ -283,7 +293,7 @@ class Process:
 
     def call(self, perform: events.Perform) -> None:
         engine = self.slot.engine
-        if engine is not None and isinstance(perform.call, events.AwaitPush | events.Observe):
+        if engine is not None and isinstance(perform.call, events.AwaitPush | events.AwaitIdle | events.Observe):
             self.world.promises.performing(self, perform)
             self.world.at(1, self.read, perform, 10)
             return
@@ -313,7 +323,8 @@ class Process:
         engine.shown(seen, self.slot.double)
         if isinstance(call, events.AwaitPush) and not self.world.mechanisms.label_proves:
             seen = replace(seen, label=call.source.label)
-        if not isinstance(call, events.AwaitPush) or seen.label == call.source.label:
+        busy = isinstance(call, events.AwaitIdle) and (engine.frozen or (engine.traffic and engine.generating))
+        if not busy and (not isinstance(call, events.AwaitPush) or seen.label == call.source.label):
             self.looked = seen
             returned = events.Returned()
             self.feed(
@@ -437,7 +448,8 @@ class Process:
         self.next_hello_ms = self.world.now + self.world.rng.randrange(500, 1500)
         place, journal, attempt = self.slot.identity, self.slot.name, self.hellos
         self.hellos += 1
-        self.up(Hello(identity=place, incarnation=self.incarnation, journal=journal, host="h", pid=1, attempt=attempt))
+        hello = Hello(identity=place, incarnation=self.incarnation, journal=journal, host="h", pid=1, attempt=attempt)
+        self.up(replace(hello, rejoin=self.slot.rejoins))
 
     def join(self) -> None:
         self.next_join_ms = self.world.now + 1000
@@ -461,6 +473,8 @@ class Process:
             self.join()
         else:
             self.up(adapter_verdicts.beat(self, status_of(self.state)), seq=self.state.seq)
+            if self.asks is not None and not self.state.desired.draining:
+                self.up(self.asks)
         if now - self.heard_ms > self.world.settings.lease_ms and not self.lease_over:
             self.lease_over = True
             self.world.say(f"{self.peer}: the lease has expired")

@@ -25,6 +25,7 @@ from schemas.wire import (
     Goodbye,
     Hello,
     Join,
+    Leave,
     ResendRequest,
     TimeReply,
     Upward,
@@ -320,6 +321,8 @@ class Bus:
                 self.feed(
                     events.ResendRequested(at_us=self.now_us, peer=peer, first=message.first, credit=message.credit)
                 )
+            case Leave(grace_ms=grace_ms):
+                self.feed(events.LeaveRequested(at_us=self.now_us, at_ns=self.world.now, peer=peer, grace_ms=grace_ms))
             case Goodbye():
                 self.feed(events.PeerLost(at_us=self.now_us, peer=peer, reason="left"))
             case _:

@@ -44,6 +44,7 @@ def trainer_is_gone(world: World) -> None:
         kept = (
             desired.asleep
             or desired.quarantined
+            or desired.draining
             or process.state.reconcile_blocked
             or process.state.engine.lost
             or lost

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Final, Literal
 from msgspec.structs import replace
 
 from schemas import events
-from schemas.commands import Broadcast, Pushed, Source
+from schemas.commands import Broadcast, Pushed, Source, WeightSync
 from schemas.desired import Desired
 from schemas.identity import Memory, Operation, Tag
 
 if TYPE_CHECKING:
     from tests.simulation.adapters import Shelf
     from tests.simulation.agent import Process
+    from tests.simulation.samples import Rollout
 
 LAUNCHED = "as launched"
 """What a fresh engine holds; also the name of version 0."""
@@ -138,7 +139,8 @@ class Engine:
     unseen_by: those of its agents that have not looked since another one called it.
     caller: the agent that called it last.   loaded_by: which of two agents gave it other weights.
     resumed: asked before the engine generates again, so that what it holds can be judged.
-    shelf: its LoRA adapters.
+    shelf: its LoRA adapters.   rollouts: requests whose answers name the labels that it had.
+    flips: chance that it loads other bytes than it was told to, and reports success.   flipped: it has.
     """
 
     rng: Random
@@ -180,6 +182,10 @@ class Engine:
     unseen_by: set[int] = field(default_factory=set)
     caller: Process | None = None
     loaded_by: int | None = None
+    rollouts: list[Rollout] = field(default_factory=list)
+    flips: float = 0.0
+    flipping: Random = field(default_factory=lambda: Random(0))
+    flipped: bool = False
 
     @property
     def is_torn(self) -> bool:
@@ -207,9 +213,11 @@ class Engine:
     def launch(self) -> None:
         """Begin a new instance, which knows nothing. A call to the old one never takes effect."""
         self.instance += 1
+        self.rollouts.clear()
         self.shelf.launch()
         self.ready = False
-        if self.unseen and self.attempt is None:  # nobody knows whether this launch has its session, or the one before
+        in_flight = self.attempt is not None and self.attempt.call == self.unseen
+        if self.unseen and not in_flight:  # nobody knows whether this launch has its session, or the one before
             self.doubt(self.unseen)
         self.paused, self.asleep = False, frozenset()
         self.session_step = self.closes_ms = self.forgotten = None
@@ -217,7 +225,7 @@ class Engine:
         self.cached.clear()
         self.frozen = False
         self.interrupts = False
-        self.version, self.weights, self.loaded_by = 0, LAUNCHED, None
+        self.version, self.weights, self.loaded_by, self.flipped = 0, LAUNCHED, None, False
         self.label = LAUNCH_LABEL if self.label is not None else None
         if self.used and self.instance == 1 and self.label is not None:
             self.version, self.label, self.weights = self.used, str(self.used), f"{self.used} of another run"
@@ -244,6 +252,7 @@ class Engine:
             version=self._numbered(),
             label=self.label,
             adapters=self.shelf.listing(),
+            adapter_places=self.shelf.places,
         )
         match self.kind:
             case "tiny":
@@ -455,13 +464,25 @@ class Engine:
         if held != (self.weights, self.version, self.label):  # the same again shows nothing
             self.loaded_by = self.caller.slot.double if self.caller is not None else None
         self.shelf.read_again()
-        return events.Returned(digest=digest_of(self.weights) if self.kind == "tiny" else None)
+        return events.Returned(digest=self._digest(call))
+
+    def _digest(self, call: events.Load | events.Restore) -> str | None:
+        """The digest of what it has just loaded. Of loads that no sync asks for nothing is compared."""
+        if self.kind == "tiny":
+            return digest_of(self.weights)
+        trigger = self.caller.trigger if self.caller is not None else None
+        synced = trigger is not None and isinstance(trigger.command, WeightSync) and trigger.command.phase == "load"
+        self.flipped = synced and self.flips > 0 and self.flipping.random() < self.flips
+        bytes_ = f"others {self.flipping.random()}" if self.flipped else self.weights
+        return f"{self.kind}:layout:{bytes_}" if self.kind != "verl" else None
 
     def _pause(self, call: events.Pause | events.Abort) -> None:
         self._serve()
         self.shelf.advance()
         if isinstance(call, events.Abort) or call.mode != "keep":
             self.shelf.requests.clear()
+            for rollout in self.rollouts:
+                rollout.left = 0
         if isinstance(call, events.Abort):
             self.frozen = False
             return
@@ -480,6 +501,13 @@ class Engine:
         """What is generated is cached."""
         if self.ready and self.generating:
             self.cached.add(self.weights)
+            self.make_tokens()
+
+    def make_tokens(self) -> None:
+        """Let each request go on by a token, if it generates. Engines without labels have no requests that matter."""
+        if self.ready and self.generating and self.label is not None:
+            for rollout in self.rollouts:
+                rollout.goes_on(self.label, self.weights)
 
     def _wake(self, tags: frozenset[Tag]) -> None:
         if not tags <= self.asleep and Operation.WAKE not in IDEMPOTENT[self.kind]:

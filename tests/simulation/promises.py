@@ -24,7 +24,7 @@ from controlplane.machine.events import (
     Send,
 )
 from controlplane.machine.replicas import proven_replicas
-from schemas.commands import Command, Target, UnknownCommand, WeightSync
+from schemas.commands import Command, Drain, Target, UnknownCommand, WeightSync
 from schemas.desired import Desired, desired_after
 from schemas.events import (
     Answer,
@@ -48,7 +48,7 @@ from schemas.identity import Identity, RolloutMode, agent_of
 from schemas.outcomes import Acted, Missing, Outcome
 from schemas.reports import Report, SyncReport
 from schemas.wire import Snapshot, Welcome, decode_command
-from tests.simulation import adapter_verdicts, serving, verdicts
+from tests.simulation import adapter_verdicts, leaving, serving, verdicts
 from tests.simulation.bus import event_decoder
 from tests.simulation.engine import LAUNCHED, weights_of, weights_to_serve
 from tests.simulation.sessions import closing
@@ -121,6 +121,7 @@ class Published:
 
     Attributes:
         live: The agents that must answer it.
+        may_lack: Those of them that have begun to leave the fleet since.
         away: The agents that were known when it was issued, and not live.
         record: Its position in the log.
         ends_us: When the time of the agents ends.
@@ -135,6 +136,7 @@ class Published:
     deadline_us: int
     ends_us: int
     life: int
+    may_lack: frozenset[str] = frozenset()
 
 
 class Promises:
@@ -148,7 +150,8 @@ class Promises:
         self.identities: dict[str, Identity] = {}  # with which it was let in, by agent
         self.known: dict[str, bool] = {}  # every agent that ever joined: is it live?
         self.joined: dict[str, str] = {}  # the incarnation that was last sent a snapshot, by agent
-        self.retired: set[str] = set()
+        self.retired: dict[str, str] = {}  # each with the incarnation that was known last
+        self.leaving: set[int | str] = set()  # units that are drained
         self.begun_anew: dict[int | str, int] = {}  # units that began as new ones do, each with the seq of then
         self.ever_retired: set[str] = set()  # also by what the log has lost
         self.concluded: dict[tuple[int, int], Report] = {}
@@ -362,6 +365,7 @@ class Promises:
         engine = slot.engine
         if engine is None or engine.weights == LAUNCHED or slot.identity.mode is RolloutMode.COLOCATED:
             return
+        self.judge("I2 proof", verdicts.trusted(self, slot, engine))
         committed = {weights_of(commit.source) for commit in self.commits(lost=True) if commit.source is not None}
         asked = engine.caller.slot if engine.caller is not None else slot
         if engine.weights in committed or engine.weights == asked.ledger.resuming:
@@ -403,12 +407,15 @@ class Promises:
         for effect in effects:
             if isinstance(effect, Publish):
                 self._published(bus, effect)
+                self.judge("I2 proof", verdicts.compared(self, before, self.log[effect.seq].command))
                 self.judge("P12 adapters", adapter_verdicts.quorum(self, before, self.log[effect.seq]))
             elif isinstance(effect, Conclude) and isinstance(effect.report, Report):
                 self.judge("P3 answer", verdicts.waited(before, effect.report))
                 self._concluded(bus, effect.report)
             elif isinstance(effect, Conclude) and isinstance(effect.report, SyncReport):
                 self.judge("P11 true", verdicts.report(self, bus, effect.report))
+            elif isinstance(effect, Retired):
+                self.judge("P3 answer", leaving.retire(self, effect))
         self.judge("P3 answer", self.tickets.after(bus, event, effects))  # each ends once
         self.judge("I5 quarantine", verdicts.released(self, bus, before, event, joined))
         self.judge("P11 true", verdicts.quorum(self, bus, before))
@@ -435,10 +442,8 @@ class Promises:
         elif isinstance(event, PeerLost) and self.peers.get(agent_of(event.peer)) == event.peer:
             self._leaves(agent_of(event.peer))
         for effect in effects:
-            if isinstance(effect, Retired):
-                self._retire(effect)
-            elif isinstance(effect, Send) and isinstance(effect.message, Welcome | Snapshot):
-                self._admitted(agent_of(effect.peer))
+            if isinstance(effect, Send) and isinstance(effect.message, Welcome | Snapshot):
+                self.judge("P3 answer", leaving.admitted(self, effect.peer))
             if isinstance(effect, Send) and isinstance(effect.message, Welcome):
                 if isinstance(event, HelloReceived):
                     self._let_in(event.hello.identity, event.hello.incarnation)
@@ -451,19 +456,7 @@ class Promises:
                 if all(self.world.slot(other).identity.unit != unit for other in self.joined):
                     self.begun_anew[unit] = self.head  # what was for some replicas, this one among them, is not kept
                 self.known[name], self.joined[name] = True, incarnation
-
-    def _retire(self, effect: Retired) -> None:
-        """From here on no report names them, and no agent comes in at their places. None of them is running."""
-        if running := [name for name in effect.agents if self.known.get(name)]:
-            self.broken("P3 answer", f"{running} were retired and are running")
-        for name in effect.agents:
-            self.known.pop(name, None)
-            self.peers.pop(name, None)
-        self.retired.update(effect.agents)
-        self.ever_retired.update(effect.agents)
-        known = {self.world.slot(name).identity.unit for name in self.known}
-        gone = {self.world.slot(name).identity.unit for name in effect.agents} - known
-        self.begun_anew.update(dict.fromkeys(gone, self.head))
+                self.retired.pop(name, None)
 
     def _let_in(self, identity: Identity, incarnation: str) -> None:
         """P3 and P4: a place has one holder, and the nodes of a replica agree on its shape. One that changes its mode
@@ -485,10 +478,6 @@ class Promises:
             self.identities[other] = replace(identity, node_rank=place.node_rank)
         self.identities[name] = identity
 
-    def _admitted(self, name: str) -> None:
-        if name in self.retired:
-            self.broken("P3 answer", f"{name} was retired, and is back in the run")
-
     def _leaves(self, name: str) -> None:
         if name in self.known:
             self.known[name] = False
@@ -498,17 +487,20 @@ class Promises:
             self.broken("P1 order", f"the bus publishes {effect.seq} after {self.head}")
         self.head = effect.seq
         opened = next((command for command in bus.state.open if command.record.seq == effect.seq), None)
+        staying = leaving.staying(self)
         self.log[effect.seq] = Published(
             origin=effect.epoch,
             command=decode_command(effect.envelope.body),
             target=effect.envelope.target,
-            live=frozenset(name for name, live in self.known.items() if live),
-            away=frozenset(name for name, live in self.known.items() if not live),
+            live=frozenset(name for name, live in staying.items() if live),
+            away=frozenset(name for name, live in staying.items() if not live),
             record=len(bus.world.log.records) - 1,
             deadline_us=opened.deadline_us if opened is not None else bus.now_us,
             ends_us=(opened.issued_us if opened is not None else bus.now_us) + effect.envelope.ttl_ms * 1000,
             life=bus.life,
         )
+        if isinstance(self.log[effect.seq].command, Drain):
+            leaving.begins(self, effect.seq)
         self.judge("P3 answer", verdicts.in_time(bus, self.log[effect.seq]))
         self.judge("I4 monotonic", verdicts.version(self, bus, self.log[effect.seq]))
         self.judge("P12 adapters", adapter_verdicts.version(self, self.log[effect.seq]))
@@ -524,20 +516,19 @@ class Promises:
         self.concluded[key] = report
         self.concluded_at[key] = len(bus.world.log.records) - 1
         names = [line.agent for line in report.outcomes]
-        if len(names) != len(set(names)) or frozenset(names) != published.live | published.away:
+        wrong = (frozenset(names) ^ (published.live | published.away)) - published.may_lack
+        if len(names) != len(set(names)) or wrong:
             known = sorted(published.live | published.away)
             self.broken("P3 answer", f"command {report.seq} was for {known}, concluded for {names}")
         missing = {line.agent: line.conclusion for line in report.outcomes if isinstance(line.conclusion, Missing)}
         absent = {agent for agent, conclusion in missing.items() if conclusion.reason == "absent"}
-        if absent != published.away:
+        if absent - published.may_lack != published.away - published.may_lack:
             self.broken("P3 answer", f"command {report.seq}: {published.away} were away, {absent} are named absent")
         if published.life == bus.life and bus.now_us > published.deadline_us + bus.late_us:
             self.broken("P3 answer", f"command {report.seq} was concluded after its deadline")
         for line in report.outcomes:
-            if isinstance(line.conclusion, Missing):
-                continue
             given = self.world.slot(line.agent).ledger.answered.get(key, [])
-            if line.conclusion not in given:
+            if not verdicts.was_given(line.conclusion, given):
                 self.broken("P3 answer", f"{line.agent} never gave the answer concluded for {report.seq}")
 
     # --- a log that lost its tail -------------------------------------------------------------------------------------
@@ -548,12 +539,17 @@ class Promises:
             published = self.log.pop(seq)
             self.lost[published.origin, seq] = published
         self.concluded = {key: report for key, report in self.concluded.items() if self.concluded_at[key] < left}
-        self.known, self.peers, self.joined, self.retired = {}, {}, {}, set()
+        self.known, self.peers, self.joined, self.retired, self.leaving = {}, {}, {}, {}, set()
         self.head, self.begun_anew, self.identities = 0, {}, {}
         self.world.files.let_go.clear()  # which of them the log still lets go is another question
         for event, encoded in self.world.log.records:
             effects = effects_decoder.decode(encoded)
             self._follow(event_decoder.decode(event), effects)
+            for effect in effects:
+                if isinstance(effect, Publish) and isinstance(decode_command(effect.envelope.body), Drain):
+                    self.leaving |= leaving.units(self, effect.envelope.target)
+                elif isinstance(effect, Retired):
+                    self.judge("P3 answer", leaving.retire(self, effect))
             self.head = max((effect.seq for effect in effects if isinstance(effect, Publish)), default=self.head)
         epoch = max((published.origin for published in self.log.values()), default=0)
         for slot in self.world.slots:
@@ -579,6 +575,8 @@ class Promises:
     def _serves(self, bus: Bus) -> None:
         """P11: a replica that the bus calls serving generates on nothing but the weights of that version."""
         for replica, version in proven_replicas(bus.state).serving.items():
+            if replica in self.leaving:
+                self.broken("P11 true", f"replica {replica} leaves the fleet, and the bus says that it serves")
             slot = self.world.slot(f"{replica}.0")
             process, engine = slot.process, slot.engine
             if process is None or engine is None or process.peer != bus.state.members[slot.name].peer:

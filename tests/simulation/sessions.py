@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from schemas.commands import EpochStart, ProfileCommand
+from schemas.commands import Drain, EpochStart, ProfileCommand
 from schemas.outcomes import Acted, Outcome, Reason, Skipped
 from schemas.selection import profile_skip_reason
 from tests.simulation import serving
@@ -36,7 +36,8 @@ def closing(promises: Promises, process: Process) -> str:
     trigger = state.activity.trigger if state.activity is not None else None
     seq = trigger.seq if trigger is not None else state.seq
     start = _wanted_by(promises.log, process.slot.identity, engine.session_step, seq)
-    if start is None or start <= ledger.begun_at:
+    begun_anew = promises.begun_anew.get(process.slot.identity.unit, 0)  # its place was taken up again, from nothing
+    if start is None or start <= max(ledger.begun_at, begun_anew):
         return ""
     given = ledger.answered.get((promises.log[start].origin, start), [])
     if any(_gave_up(outcome) for outcome in given):
@@ -49,6 +50,8 @@ def _wanted_by(log: dict[int, Published], place: Identity, step: int, seq: int) 
     for at in range(seq, 0, -1):
         published = log.get(at)
         if published is None or isinstance(published.command, EpochStart):
+            return None
+        if isinstance(published.command, Drain) and published.target.includes(place):
             return None
         command = published.command
         if not isinstance(command, ProfileCommand) or not published.target.includes(place):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import TYPE_CHECKING
 
 from schemas.identity import Identity, OnLostBus
@@ -36,6 +37,7 @@ class Slot:
         self.ledger = Ledger()
         self.on_lost_bus: OnLostBus = "serve"
         self.cut_off = False  # for good: another slot has its place and its engine
+        self.rejoins = Random(f"rejoins {identity.agent} {world.seed}").random() < 0.5
 
     @property
     def name(self) -> str:
@@ -121,6 +123,7 @@ class Slot:
         engine = self.engine
         if engine is not None:
             engine.launch()
+            engine.label = self.world.sampler.launch_label(self) or engine.label
             instance = engine.instance
 
             def up() -> None:

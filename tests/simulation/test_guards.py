@@ -9,6 +9,7 @@ that were tried they were kept because some seed notices them. A line that has c
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType
@@ -51,7 +52,7 @@ GUARDS = {
         "workers/machine/weights.py",
         "return not (engine.torn or engine.maybe_pushed) and",
         "return not engine.maybe_pushed and",
-        18,
+        24,
     ),
     "looks alone": Guard(
         "workers/machine/reconcile.py",
@@ -81,7 +82,7 @@ GUARDS = {
         "workers/machine/reconcile.py",
         "source = wanted.source if load_commanded else durable_source(wanted.source)",
         "source = wanted.source",
-        5,
+        35,
     ),
     "same snapshot": Guard(
         "workers/machine/decide.py",
@@ -129,7 +130,19 @@ GUARDS = {
         "workers/machine/lora.py",
         "leftover, activity = left(_pursued(state), state.engine), state.activity",
         "leftover, activity = left(_pursued(state), state.engine), None",
-        482,
+        191,
+    ),
+    "a place that is free again": Guard(
+        "workers/machine/lora.py",
+        "return engine.adapter_places is not None and has_place(engine) and not has_place(before)",
+        "return False",
+        151,
+    ),
+    "a sync waits for a place": Guard(
+        "workers/machine/rules.py",
+        "return event.at_ms + event.ttl_ms // 2",
+        "return None",
+        254,
     ),
     "adapter flips at once": Guard(
         "controlplane/machine/sync.py",
@@ -142,6 +155,24 @@ GUARDS = {
         "if any(sync.key and sync.request.source == Checkpoint(adapter.path) for sync in state.syncs.values()):",
         "if False:",
         407,
+    ),
+    "samples of a launch": Guard(
+        "controlplane/machine/provenance.py",
+        'return "", 0, newest, "unproven" if newest else "launch"',
+        'return "", 0, newest, "launch"',
+        0,
+    ),
+    "samples of a holder": Guard(
+        "controlplane/machine/provenance.py",
+        "held = bool(holders) if replica is None else _is_in(holders, replica)",
+        "held = True",
+        211,
+    ),
+    "samples of an aborted sync": Guard(
+        "controlplane/machine/provenance.py",
+        'return "unproven" if open_ else "aborted"',
+        'return "proven"',
+        138,
     ),
     "ready with adapters": Guard(
         "workers/machine/readiness.py",
@@ -183,17 +214,26 @@ class Finder:
 @pytest.mark.long
 @pytest.mark.parametrize("name", GUARDS)
 def test_without_a_guard_a_promise_breaks(name: str) -> None:
-    command = [sys.executable, "-m", __name__, name, str(GUARDS[name].first), "400"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    check_noticed(__name__, name, GUARDS[name].first, 400)
+
+
+def check_noticed(module: str, name: str, first: int, last: int) -> None:
+    """Check in another process that a seed notices."""
+    command = [sys.executable, "-m", module, name, str(first), str(last)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
 
 
-def main() -> int:
-    """Run seeds without a guard until one notices, and print which."""
-    name, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    sys.meta_path.insert(0, Finder(GUARDS[name]))
-    from tests.simulation.cluster import simulate
+def search(guards: Mapping[str, Guard], worlds: str) -> int:
+    """Run seeds without a guard until one notices, and print which.
 
+    Args:
+        guards: By name.
+        worlds: The module that runs a seed.
+    """
+    name, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    sys.meta_path.insert(0, Finder(guards[name]))
+    simulate = importlib.import_module(worlds).simulate
     for seed in (first, *range(last)):
         try:
             simulate(seed)
@@ -205,4 +245,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(search(GUARDS, "tests.simulation.cluster"))

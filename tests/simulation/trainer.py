@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from msgspec.structs import replace
 
-from controlplane.bus.callers import Request, checked_request
-from controlplane.machine.events import Issued, Publish, RetireRequested, SendFailed, SendReturned, SyncRequested
+from controlplane.bus.callers import checked_order
+from controlplane.machine.events import (
+    CallerEvent,
+    Issued,
+    Publish,
+    RetireRequested,
+    SendFailed,
+    SendReturned,
+    SyncRequested,
+)
 from schemas.commands import (
     Broadcast,
     Checkpoint,
@@ -141,10 +149,10 @@ class Trainer:
             ),
         )
 
-    def hand_over(self, bus: Bus, order: Request) -> None:
+    def hand_over(self, bus: Bus, order: CallerEvent) -> None:
         """A bus refuses what is out of bounds before its machine sees it."""
         try:
-            bus.feed(checked_request(order) if self.world.mechanisms.bounds else order)
+            bus.feed(checked_order(order) if self.world.mechanisms.bounds else order)
         except CommandError:
             self.world.say(f"bus {bus.life} refuses {order!r:.200}")
 

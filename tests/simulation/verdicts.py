@@ -6,6 +6,7 @@ Each function returns what is wrong, or nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -16,15 +17,20 @@ from schemas.commands import AdapterSync, Broadcast, Command, EpochStart, Profil
 from schemas.desired import Desired, requested_session
 from schemas.events import Call, CommandReceived, Event, LeaseExpired, Load, Observe, SnapshotReceived, Started
 from schemas.identity import ROLLOUT, Identity, RolloutMode, agent_of, replica_and_node
-from schemas.outcomes import Acted, Missing, Reason, Skipped
+from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing, Outcome, Reason, Skipped
 from schemas.reports import Report, SyncReport
+from tests.simulation import serving
+from tests.simulation.engine import weights_of
 from workers.machine.state import AgentState
 
 if TYPE_CHECKING:
     from controlplane.machine.coordinator import CoordinatorState
+    from controlplane.machine.coordinator_state import Sync
     from tests.simulation.agent import Process
     from tests.simulation.bus import Bus
+    from tests.simulation.engine import Engine
     from tests.simulation.promises import Promises, Published
+    from tests.simulation.slot import Slot
 
 _TAKES_NO_PART = tuple(map(Skipped, (Reason.MODE_NEVER_SYNCS, Reason.NOT_TARGETED, Reason.OBSERVING)))
 CALLS_ALONE_MAX = 8
@@ -58,6 +64,11 @@ def report(promises: Promises, bus: Bus, told: SyncReport) -> str:
         promises.identities[name].unit: promises.identities[name] for name in sorted(promises.known, reverse=True)
     }
     known = {place.replica for place in firsts.values() if syncs(place) and target.includes(place)}
+    known -= {unit for unit in promises.leaving if isinstance(unit, int)}
+    if leaving := promises.leaving & {*told.quarantined, *told.unproven}:
+        return f"the report of v{told.version} names {leaving}, which leaves the fleet"
+    if wrong := failed_for_one_that_leaves(told, known):
+        return wrong
     ends = isinstance(last.command, WeightSync | AdapterSync) and last.command.phase in ("commit", "abort")
     named = {*told.quarantined, *told.unproven}
     for replica in known - named:
@@ -115,9 +126,73 @@ def quorum(promises: Promises, bus: Bus, before: CoordinatorState) -> str:
         for replica, conclusion in primaries(concluded)
         if followed(conclusion) or (conclusion == Skipped(Reason.STALE_VERSION) and replica in sync.holding)
     ]
-    if len(loaded) < sync.request.quorum:
+    if len(loaded) < asked(sync):
         return f"v{command.version} is committed with {loaded}, the quorum is {sync.request.quorum}"
     return ""
+
+
+def was_given(conclusion: Conclusion, given: list[Outcome]) -> bool:
+    """Whether an agent has given the answer that was concluded for it. Only the bus knows that digests differ."""
+    differs = isinstance(conclusion, Failed) and conclusion.error is ErrorKind.DIGEST_MISMATCH
+    acted = any(isinstance(answer, Acted) for answer in given)
+    return isinstance(conclusion, Missing) or conclusion in given or (differs and acted)
+
+
+def compared(promises: Promises, before: CoordinatorState, command: object) -> str:
+    """No replica serves a commit whose engine was loaded with other bytes than more than half of its layout."""
+    sync = before.sync
+    if sync is None or not isinstance(command, WeightSync) or command.phase != "commit":
+        return ""
+    loads = [seq for seq, other in promises.log.items() if _is_phase(other, "load", command.version)]
+    report = promises.concluded.get((promises.log[max(loads)].origin, max(loads))) if loads else None
+    if report is None:
+        return ""
+    held: dict[int, str] = {}
+    for replica, conclusion in primaries(report):
+        if isinstance(conclusion, Missing):
+            continue
+        answers = promises.world.slot(f"{replica}.0").ledger.answered.get((report.origin, report.seq), [])
+        for answer in answers:
+            if isinstance(answer, Acted) and answer.version == command.version and answer.digest:
+                held[replica] = answer.digest
+    layouts = [digest.rpartition(":")[0] for digest in held.values()]
+    for replica in held.keys() - command.quarantine:
+        same, of = list(held.values()).count(held[replica]), layouts.count(held[replica].rpartition(":")[0])
+        if 2 * same <= of:
+            return f"replica {replica} serves v{command.version} with {held[replica]}, as {same} of {of} do"
+    return ""
+
+
+def trusted(promises: Promises, slot: Slot, engine: Engine) -> str:
+    """An engine with other bytes than were committed, whose replica the commit left out, is loaded again first."""
+    of_these = [
+        commit for commit in promises.commits() if commit.source and weights_of(commit.source) == engine.weights
+    ]
+    left_out = bool(of_these) and slot.identity.replica in of_these[-1].quarantine
+    misled = engine.caller is not None and serving.misled(engine.caller)
+    wrong = left_out and engine.flipped and not misled
+    return f"{slot.name} serves the other bytes for which it was left out" if wrong else ""
+
+
+def asked(sync: Sync) -> int:
+    """How many replicas must load: no more than are left once some have begun to leave the fleet."""
+    quorum = sync.request.quorum or 1
+    return min(quorum, max(1, len(sync.members))) if sync.shrunk else quorum
+
+
+def failed_for_one_that_leaves(told: SyncReport, staying: set[int]) -> str:
+    """A sync is not given up for want of replicas while enough that stay have done what each phase asked for."""
+    short = re.search(r"and (\d+) must", told.reason)
+    phases = [dict(primaries(phase)) for phase in told.phases if _phase_of(phase) in ("prepare", "load")]
+    if told.status != "aborted" or short is None or not phases:
+        return ""
+    done = [replica for replica in staying if all(followed(phase.get(replica)) for phase in phases)]
+    enough = len(done) >= int(short[1])
+    return f"the sync to v{told.version} was aborted ({told.reason}), though {done} followed" if enough else ""
+
+
+def _phase_of(phase: Report) -> str:
+    return phase.command.phase if isinstance(phase.command, WeightSync | AdapterSync) else ""
 
 
 def _is_phase(published: Published, phase: str, version: int) -> bool:
@@ -251,7 +326,11 @@ def released(
         if restarted and name == f"{unit}.0":
             if after.quarantined:
                 return f"{name} has restarted, and stays in quarantine"
-        elif not after.quarantined and not _ends_quarantine(_between(promises, before.seq, bus.state.seq), earlier):
+        elif (
+            not after.quarantined
+            and not after.draining
+            and not _ends_quarantine(_between(promises, before.seq, bus.state.seq), earlier)
+        ):
             return f"replica {unit} has left its quarantine of v{earlier.quarantined}, by {event}"
     return ""
 
@@ -314,6 +393,8 @@ def dials(promises: Promises, process: Process) -> str:
     """Return what is wrong with joining again now, by a new key; '' if the agent takes part in no sync."""
     ledger, place = process.slot.ledger, process.slot.identity
     if not syncs(place) or ledger.lost_epoch or ledger.lease_over or not process.state.joined:
+        return ""
+    if process.state.desired.draining:
         return ""
     for seq in range(process.state.seq, 0, -1):
         command = promises.log[seq].command

@@ -56,6 +56,8 @@ class Weather:
         forgets: A journal may be lost with a session, after a load that was cut off, and beside an engine that is
             paused with a cache of other weights, or that does not say whether it is paused.
         successors: Chance that an agent is cut off for good and lives on, while another takes over its engine.
+        places: How many adapters an engine holds at most; None for no limit.
+        drains: Chance that a replica leaves the fleet in good order. Its agents may take up their places again.
     """
 
     drops: float = 0.0
@@ -86,6 +88,8 @@ class Weather:
     deaf: float = 0.0
     forgets: bool = False
     successors: float = 0.0
+    places: int | None = None
+    drains: float = 0.0
     aim: str = "none"
 
     @classmethod
@@ -125,6 +129,7 @@ class Weather:
         weather.forgets = rng.random() < 0.5
         weather.successors = rng.choice((0.0, 0.0, 0.0, 0.0, 0.06))
         weather.broadcasts = rng.choice((0.0, 0.0, 0.0, 0.0, 0.7))
+        weather.drains = Random(f"drains {rng.random()}").choice((0.0, 0.0, 0.0, 0.0, 0.1))
         if weather.broadcasts and rng.random() < 0.7:
             weather.syncs = 0.6
             weather.hush()
@@ -141,6 +146,12 @@ class Weather:
         if self.aim == "quiet":
             self.exiles = 0.1
         return self
+
+    def fill(self, rng: Random) -> None:
+        """Give engines few places for adapters; mostly leave out the noise, so that they are full."""
+        self.places = rng.choice((3, 4))
+        if rng.random() < 0.7:
+            self.hush()
 
     def hush(self) -> None:
         """Leave out most of the noise."""

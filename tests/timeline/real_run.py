@@ -23,8 +23,8 @@ QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=200)
 def record(folder: Path) -> Path:
     """Make the run and return its log; traces lie in `folder`/traces.
 
-    Two weight syncs, a profiled step on each replica, a pause and a sleep. One replica after the other is profiled:
-    a process has one profiler.
+    Two weight syncs, a profiled step on each replica, two samples, a pause and a sleep. One replica after the other is
+    profiled: a process has one profiler.
     """
     log = folder / "run.db"
     for version in (1, 2):
@@ -39,6 +39,10 @@ def record(folder: Path) -> Path:
         for place, client in zip(PLACES, clients, strict=True):
             _profiled(plane, place.replica, client)
         plane.sync_weights(2, Checkpoint("v2")).wait().raise_for_failures()
+        for label in ("1", "2"):
+            answer = {"token_ids": [1], "weight_versions": [{"version": label, "start": 0, "end": 1}]}
+            for sample in plane.provenance(answer, replica=0):
+                plane.accepts(sample, max_staleness=0)
         for command in (plane.pause, plane.sleep, plane.wake, plane.resume):
             command().wait().raise_for_failures()
     return log

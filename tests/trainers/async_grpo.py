@@ -22,7 +22,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packi
 
 from controlplane import ControlPlane
 from controlplane.trainers.completions import CompletionsClient
-from controlplane.trainers.trl import BusSteps, BusWeightTransfer, VllmRolloutWorker, logprob_gaps
+from controlplane.trainers.trl import BusSteps, BusWeightTransfer, Gate, VllmRolloutWorker, logprob_gaps
 from schemas.profiler.config import ProfilerConfig
 
 STEPS = 6
@@ -72,7 +72,15 @@ def train(plane: ControlPlane, urls: dict[int, str], tokenizer: Any) -> dict[str
     prompts = Dataset.from_dict({"prompt": [f"{number:02}: " for number in range(64)]})
     reward = EXAMPLE["in_turn"]
     transfer = BusWeightTransfer(plane, timeout=60)
-    worker = VllmRolloutWorker(plane, urls, args=config, dataset=prompts, reward_funcs=[reward], tokenizer=tokenizer)
+    worker = VllmRolloutWorker(
+        plane,
+        urls,
+        args=config,
+        dataset=prompts,
+        reward_funcs=[reward],
+        tokenizer=tokenizer,
+        gate=Gate(max_staleness=0),
+    )
     versions: list[int] = []
 
     class Versions(TrainerCallback):  # type: ignore[misc]
@@ -91,6 +99,7 @@ def train(plane: ControlPlane, urls: dict[int, str], tokenizer: Any) -> dict[str
         peft_config=EXAMPLE["LORA"] if LORA else None,
     )
     trainer.train()
+    plane.step(STEPS + 1)  # what was judged in the last one is recorded
     assert transfer.report is not None
     return {
         "versions": versions,
@@ -99,6 +108,7 @@ def train(plane: ControlPlane, urls: dict[int, str], tokenizer: Any) -> dict[str
         "adapters": [sorted(card["id"] for card in models_of(url) if card["parent"]) for url in urls.values()],
         "base": base_of(trainer.model) if LORA else None,
         **compare(plane, urls, trained_of(plane, trainer.model), tokenizer),
+        "samples": str(plane.status()).splitlines()[1].strip(),
     }
 
 

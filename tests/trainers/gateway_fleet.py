@@ -79,6 +79,7 @@ class GatewayFleet:
     def __init__(self, folder: Path, plane: ControlPlane, engines: list[GatedEngine]) -> None:
         self.folder, self.plane, self.engines = folder, plane, engines
         self.gateway: Gateway
+        self.endpoints: Sequence[str] = ()
         self._agents: dict[int, ExitStack] = {}
 
     def start_agent(self, replica: int) -> None:
@@ -94,6 +95,7 @@ class GatewayFleet:
                 state_dir=self.folder / "state",
                 traces=traces,
                 config=config,
+                endpoint=self.endpoints[replica] if self.endpoints else "",
             ) as agent:
                 task_status.started()
                 await agent.run()
@@ -142,7 +144,7 @@ class GatewayFleet:
         return [effect.report for effect in effects if isinstance(effect, Conclude) and effect.report is not None]
 
     def syncs(self) -> list[tuple[str, tuple[int, ...]]]:
-        """How each sync ended, and who loaded it."""
+        """How each sync ended, and which replicas loaded it."""
         return [(report.status, report.loaded) for report in self.concluded() if isinstance(report, SyncReport)]
 
     def operations(self) -> list[str]:
@@ -161,6 +163,7 @@ def gateway_fleet(
     joined: int | None = None,
     engines: Sequence[str] = (),
     roots: Sequence[Path] = (),
+    endpoints: Sequence[str] = (),
     **options: Any,
 ) -> Iterator[GatewayFleet]:
     """A bus, agents, tiny engines and a gateway; the log is verified at the end.
@@ -170,6 +173,7 @@ def gateway_fleet(
         joined: How many of the replicas have agents from the beginning; None for all.
         engines: HTTP servers that requests are passed on to.
         roots: Root of the checkpoints of each replica, where it is not the trainer's.
+        endpoints: Where the agent of each replica says that its server is.
         options: Of the gateway.
     """
     joined = replicas if joined is None else joined
@@ -189,6 +193,7 @@ def gateway_fleet(
     plane = ControlPlane("tcp://127.0.0.1:0", log=folder / "run.db", config=QUICK, checkpoints=folder / "run")
     with plane, ExitStack() as open_:
         fleet = GatewayFleet(folder, plane, made)
+        fleet.endpoints = endpoints
         for n in range(replicas):
             if n < joined:
                 fleet.start_agent(n)

@@ -1,4 +1,4 @@
-"""The gateway's HTTP server: what streams through, who may come in, what is bounded, and what it waits for."""
+"""The gateway's HTTP server: what streams through, which clients come in, what is bounded, and what it waits for."""
 
 import signal
 import socket

@@ -245,6 +245,22 @@ def test_a_replica_that_comes_back_after_its_checkpoint_was_removed_waits_for_th
         assert HTTP.post(f"{fleet.urls[2]}/generate", json={}).status_code == 200
 
 
+def test_requests_go_where_agents_say_that_their_servers_are_until_the_replica_leaves(
+    tmp_path: Path, servers: list[HttpServer]
+) -> None:
+    with gateway_fleet(tmp_path, endpoints=[f"{servers[0].url}/", ""]) as fleet:
+        assert HTTP.post(f"{fleet.urls[0]}/generate", json={}).status_code == 200 and len(servers[0].requests) == 1
+        refused = HTTP.post(f"{fleet.urls[1]}/generate", json={})
+        assert refused.status_code == 400 and "start agents with `--url`" in refused.text
+        assert [HTTP.get(f"{url}/health").status_code for url in fleet.urls] == [200, 200]
+        assert fleet.plane.endpoints() == {0: servers[0].url}
+        fleet.plane.drain(0, grace=20).wait(timeout=60)
+        left = HTTP.post(f"{fleet.urls[0]}/generate", json={})
+        assert left.status_code == 503 and "it was retired" in left.text
+        workers = HTTP.get(f"{fleet.gateway.url}/workers").json()["workers"]
+        assert [worker["url"] for worker in workers] == [fleet.urls[1]] and fleet.plane.endpoints() == {}
+
+
 def test_a_replica_that_missed_updates_or_was_retired_gets_no_requests_and_is_in_no_list(
     tmp_path: Path, servers: list[HttpServer]
 ) -> None:
@@ -291,7 +307,7 @@ def test_during_an_update_requests_go_on_to_the_engines_that_take_part(fleet: Ga
 
 
 def test_a_trainer_that_went_back_a_step_loads_what_it_wrote_to_the_same_path(fleet: GatewayFleet) -> None:
-    """Killed in an update, whose answer nobody reads; restarted a step earlier, it writes other weights there."""
+    """Killed in an update, whose answer nothing reads; restarted a step earlier, it writes other weights there."""
     for gated in fleet.engines:
         gated.may_load.clear()
     body = {"weight_dir": str(fleet.write("step_1", 1))}

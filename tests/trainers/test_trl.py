@@ -17,6 +17,7 @@ from controlplane.analysis.invariants import verify
 from controlplane.cli.replay_log import replay_log
 from controlplane.record.log import RunLog
 from controlplane.replay.recorded_run import RecordedRun
+from controlplane.report.collect import collect
 from schemas.events import CheckAdapter, LoadAdapter, Perform, UnloadAdapter
 from tests.engines.servers import free_port
 from tests.environments import python
@@ -75,6 +76,33 @@ def check_log(log: Path) -> None:
     assert replay_log(RunLog.read(log)).compared > 100
 
 
+def learned(demo: Path, out: Path) -> tuple[str, int]:
+    """Run a demo in which one of two servers is killed, and check that it learned. Returns its output and its steps."""
+    with program(demo, out) as process:
+        output, _ = process.communicate(timeout=800)
+    assert process.returncode == 0, output[-6000:]
+    steps = [(int(step), float(reward), replicas, float(gap)) for step, reward, replicas, gap in STEP.findall(output)]
+    assert [step for step, *_ in steps] == list(range(1, len(steps) + 1)) and len(steps) >= 44
+    assert max(gap for *_, gap in steps) < SAME, "a token was sampled from another version, or from the base"
+    rewards = [reward for _, reward, *_ in steps]
+    assert rewards[0] < 0.05 and max(rewards[-5:]) > 0.5  # 0.97 and more in each run
+    sampled_by = [replicas for _, _, replicas, _ in steps]
+    assert sampled_by[:5] == ["0, 1"] * 5 and "0," in sampled_by[5:] and sampled_by[-1] == "0, 1"
+    assert "launched (2)" in (out / "agent-1.log").read_text()
+    return output, len(steps)
+
+
+def check_stale(log: Path, said: str) -> None:
+    """Samples waited while weights were synced, and the gate let none of those pass: the report has both."""
+    found = collect(RunLog.walk(log)).samples
+    steps = 6
+    assert found[0].accepted >= 16 * steps and found[0].refused == 0, "each step trained on the newest weights"
+    stale = [summary for behind, summary in found.items() if behind]
+    assert sum(summary.refused for summary in stale) > 0 and not any(summary.accepted for summary in stale)
+    refused = sum(summary.refused for summary in found.values())
+    assert said.startswith(f"samples: {found[0].accepted} accepted, {refused} refused")
+
+
 def test_what_cannot_work_is_refused_by_one_line(tmp_path: Path) -> None:
     with program(REFUSALS, tmp_path) as process:
         output, _ = process.communicate(timeout=200)
@@ -95,21 +123,11 @@ def test_what_cannot_work_is_refused_by_one_line(tmp_path: Path) -> None:
 
 def test_grpo_learns_from_two_servers_of_which_one_is_killed(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    with program(DEMO, out) as process:
-        output, _ = process.communicate(timeout=800)
-    assert process.returncode == 0, output[-6000:]
-    steps = [(int(step), float(reward), replicas, float(gap)) for step, reward, replicas, gap in STEP.findall(output)]
-    assert [step for step, *_ in steps] == list(range(1, len(steps) + 1)) and len(steps) >= 44
-    assert max(gap for *_, gap in steps) < SAME
-    rewards = [reward for _, reward, *_ in steps]
-    assert rewards[0] < 0.05 and max(rewards[-5:]) > 0.5  # 0.97 and more in each run
-    sampled_by = [replicas for _, _, replicas, _ in steps]
-    assert sampled_by[:5] == ["0, 1"] * 5 and "0," in sampled_by[5:] and sampled_by[-1] == "0, 1"
-    assert "launched (2)" in (out / "agent-1.log").read_text()
+    _, steps = learned(DEMO, out)
     traced = {trace.relative_to(out / "traces").parts[:2] for trace in (out / "traces").rglob("*.pt.trace.json.gz")}
     assert traced == {("global_step_3", place) for place in ("replica_0", "replica_1", "actor_rank_0")}
     assert (out / "run.perfetto.json.gz").exists()
-    assert sorted(out.glob("new/*")) == sorted([out / "new" / f"step_{len(steps) - back}" for back in (0, 1)])
+    assert sorted(out.glob("new/*")) == sorted([out / "new" / f"step_{steps - back}" for back in (0, 1)])
     assert processes_of(out) == []
     check_log(out / "run.db")
 
@@ -136,6 +154,7 @@ def test_async_grpo_moves_its_weights_over_the_bus(tmp_path: Path) -> None:
     assert result["same"] < SAME and result["other"] > OTHER
     assert processes_of(out) == []
     check_log(out / "run.db")
+    check_stale(out / "run.db", result["samples"])
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------
@@ -143,18 +162,8 @@ def test_async_grpo_moves_its_weights_over_the_bus(tmp_path: Path) -> None:
 
 def test_an_adapter_learns_on_two_servers_of_which_one_is_killed_and_nothing_is_paused(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    with program(LORA, out) as process:
-        output, _ = process.communicate(timeout=800)
-    assert process.returncode == 0, output[-6000:]
-    steps = [(int(step), float(reward), replicas, float(gap)) for step, reward, replicas, gap in STEP.findall(output)]
-    assert [step for step, *_ in steps] == list(range(1, len(steps) + 1)) and len(steps) >= 44
-    assert max(gap for *_, gap in steps) < SAME, "a token was sampled from another version, or from the base"
-    rewards = [reward for _, reward, *_ in steps]
-    assert rewards[0] < 0.05 and max(rewards[-5:]) > 0.5
-    sampled_by = [replicas for _, _, replicas, _ in steps]
-    assert sampled_by[:5] == ["0, 1"] * 5 and "0," in sampled_by[5:] and sampled_by[-1] == "0, 1"
-    assert "launched (2)" in (out / "agent-1.log").read_text()
-    last = len(steps) + 1  # the first came before the first step
+    output, steps = learned(LORA, out)
+    last = steps + 1  # the first came before the first step
     assert f"policy v{last} (policy-v{last}) on replica" in output
     left = {path.name.split("-")[1] for path in out.glob("new/*")}
     assert {f"step_{last - 1}", f"step_{last - 2}"} <= left and len(left) <= 4, "engines read no older ones again"
@@ -179,3 +188,4 @@ def test_async_grpo_moves_an_adapter_over_the_bus_and_leaves_its_base_as_it_is(t
     assert result["same"] < SAME and result["other"] > OTHER
     assert processes_of(out) == []
     check_log(out / "run.db")
+    check_stale(out / "run.db", result["samples"])

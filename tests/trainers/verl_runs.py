@@ -10,7 +10,7 @@ from tests.engines.servers import Process
 from tests.environments import ROOT, own_metadata, python
 
 STANDINS: Final = Path(__file__).parent
-"""Holds the package `verl_cpu`. verl's environment has a package `tests` of somebody else's, which hides ours."""
+"""Holds the package `verl_cpu`. verl's environment has a package `tests` of another project, which hides ours."""
 STEPS: Final = 3
 RUN_S: Final = 1000.0
 """Most of a run's time goes into imports: ten processes, ten seconds of work each."""

@@ -30,7 +30,7 @@ class Coordinator:
     """The machine of the trainer's side, fed one event at a time. `effects` are those of the last event."""
 
     def __init__(self, *agents: str, settings: events.CoordinatorSettings = SETTINGS) -> None:
-        """An open bus on an empty log whose fleet is `agents`. Nobody is in the fleet yet at its first command."""
+        """An open bus on an empty log whose fleet is `agents`. No agent is in the fleet yet at its first command."""
         self.state = CoordinatorState()
         self.effects: tuple[events.CoordinatorEffect, ...] = ()
         self.history: list[events.CoordinatorEvent] = []
@@ -63,11 +63,12 @@ class Coordinator:
         mode: RolloutMode = RolloutMode.HYBRID,
         nnodes: int = 2,
         gpus: int = 1,
+        rejoin: bool = False,
     ) -> None:
         identity = identity_of(agent)
         if identity.role == ROLLOUT:
             identity = replace(identity, nnodes=nnodes, gpus_per_node=gpus, mode=mode)
-        greeting = Hello(identity=identity, incarnation=incarnation, journal="j", host="node-1", pid=42)
+        greeting = Hello(identity=identity, incarnation=incarnation, journal="j", host="node-1", pid=42, rejoin=rejoin)
         self.feed(
             events.HelloReceived(
                 at_us=at_us, peer=f"{agent}/{incarnation}", hello=greeting, recorded_decisions=recorded

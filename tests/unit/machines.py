@@ -1,5 +1,7 @@
 """Machines of agents in the states that tests begin with, and the events that tests feed them."""
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from schemas.commands import Checkpoint, Command, Manifest, ProfileCommand, Target, UnknownCommand, WeightSync
@@ -33,7 +35,7 @@ from schemas.events import (
 )
 from schemas.identity import Identity, Operation
 from workers.machine.decide import decide
-from workers.machine.state import AgentState
+from workers.machine.state import AgentState, call_name
 
 PRIMARY = Identity(replica=0, node_rank=0, nnodes=2)
 SECOND = Identity(replica=0, node_rank=1, nnodes=2)
@@ -58,6 +60,21 @@ def fold(state: AgentState, *events: Event) -> tuple[AgentState, list[Effect]]:
         state, decided = decide(state, event)
         effects.extend(decided)
     return state, effects
+
+
+def performed(effects: Sequence[Effect]) -> list[Call]:
+    """Return the calls among the effects."""
+    return [effect.call for effect in effects if isinstance(effect, Perform)]
+
+
+def called(effects: Sequence[Effect]) -> list[str]:
+    """Return the names of the calls among the effects."""
+    return [call_name(call) for call in performed(effects)]
+
+
+def observed(seen: Observation = PRESENT) -> EngineObserved:
+    """Return the event that an engine was observed."""
+    return EngineObserved(at_ms=0, observation=seen)
 
 
 def agent(

@@ -104,7 +104,7 @@ class Bus:
         self.publisher.set_welcome(wire.TOPIC_HEAD + wire.encode_header(self.epoch, 0, self.seq))
 
     async def serve(self) -> None:
-        """Read who subscribes: otherwise the publisher sends no welcome message."""
+        """Read the subscriptions: otherwise the publisher sends no welcome message."""
         while True:
             self.subscriptions += await self.publisher.recv()
 

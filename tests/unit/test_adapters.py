@@ -1,8 +1,8 @@
 """LoRA adapters on an agent: what it loads and unloads, what it believes of its engine, and what its status says."""
 
-from collections.abc import Sequence
 from typing import Literal
 
+import pytest
 from msgspec.structs import replace
 
 from schemas.commands import AdapterDrop, AdapterSync, AdapterVersion, EngineCommand
@@ -10,7 +10,6 @@ from schemas.desired import Adapter, Desired
 from schemas.events import (
     Call,
     CheckAdapter,
-    Effect,
     EngineObserved,
     EngineReturned,
     Fault,
@@ -26,11 +25,11 @@ from schemas.events import (
 )
 from schemas.identity import Operation
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
-from tests.unit.machines import PRESENT, agent, answers, carry_out, command, fault, fold
+from tests.unit.machines import PRESENT, agent, answers, carry_out, command, fault, fold, performed
 from workers.link.heartbeat import status_of
 from workers.machine.decide import decide, next_deadline
 from workers.machine.readiness import is_ready
-from workers.machine.state import AgentState
+from workers.machine.state import AgentState, call_name
 
 Phase = Literal["prepare", "load", "commit", "abort"]
 PHASES: tuple[Phase, ...] = ("prepare", "load", "commit")
@@ -53,10 +52,6 @@ def wanting(*numbers: int, loading: int = 0) -> Desired:
 
 def holding(*numbers: int) -> Observation:
     return replace(PRESENT, adapters={version(number).model: version(number).path for number in numbers})
-
-
-def performed(effects: Sequence[Effect]) -> list[Call]:
-    return [effect.call for effect in effects if isinstance(effect, Perform)]
 
 
 def lost_answer(state: AgentState, seen: Observation | None) -> tuple[AgentState, list[Call]]:
@@ -302,6 +297,94 @@ def test_a_replica_whose_memory_the_trainer_has_is_not_ready_without_its_adapter
     state = agent(seen=holding(1), desired=wanting(1))
     lost = replace(state.engine, adapters={}, asleep_by_trainer=frozenset({"weights"}))
     assert is_ready(state) and not is_ready(replace(state, engine=lost))
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+def full(*numbers: int, places: int = 2) -> Observation:
+    return replace(holding(*numbers), adapter_places=places)
+
+
+@pytest.mark.parametrize("name", ["prepare", "load"])
+def test_a_sync_without_a_place_first_unloads_what_is_no_longer_wanted(name: Phase) -> None:
+    state = agent(seen=full(1, 2), desired=wanting(2))
+    assert state.activity is not None  # at the first chance, when requests ran on it
+    state, _ = fault(state, seen=full(1, 2))
+    state, effects = fold(state, command(phase(name, 3), ttl_ms=10_000, at_ms=10))
+    assert not effects and next_deadline(state) == 510 and is_ready(state)
+    state, effects = fold(state, Tick(at_ms=510))
+    state, calls, _ = carry_out(state, effects, full(1, 2))
+    assert calls[:2] == [UnloadAdapter("policy-v1", waited=False), CheckAdapter(version(3))]
+    assert [answer.outcome for answer in answers(effects)] == [Acted(calls=tuple(map(call_name, calls[1:])))]
+
+
+def test_a_sync_waits_half_of_its_time_for_requests_to_end_and_then_the_engine_refuses_it() -> None:
+    state, _ = fault(agent(seen=full(1, 2), desired=wanting(2)), seen=full(1, 2))
+    state, effects = fold(state, command(phase("prepare", 3), ttl_ms=1400, at_ms=10))
+    asked_ms: list[int] = []
+    while CheckAdapter(version(3)) not in performed(effects):
+        deadline_ms = next_deadline(state)
+        assert deadline_ms is not None and len(asked_ms) < 5
+        state, effects = fold(state, Tick(at_ms=deadline_ms))
+        asked_ms.append(deadline_ms)
+        if performed(effects) == [UnloadAdapter("policy-v1", waited=False)]:
+            assert state.activity is not None
+            still = Fault("refused", "requests run on it")
+            call_id, seen = state.activity.call_id, full(1, 2)
+            state, effects = fold(
+                state, EngineReturned(at_ms=deadline_ms, call_id=call_id, result=still, observation=seen)
+            )
+    assert asked_ms == [510, 710]
+    state, effects = fold(state, Tick(at_ms=10 + 1400))
+    assert [type(answer.outcome) for answer in answers(effects)] == [Failed]
+
+
+def test_what_is_behind_a_sync_that_waits_for_a_place_does_not_wait_for_it() -> None:
+    state, _ = fault(agent(seen=full(1, 2), desired=wanting(2)), seen=full(1, 2))
+    other = AdapterSync(phase="prepare", adapter=version(1, "judge"), keep=1)
+    state, effects = fold(state, command(phase("prepare", 3), ttl_ms=10_000), command(other, 2, ttl_ms=10_000))
+    assert performed(effects) == []
+    for later in (EngineCommand(operation="pause"), phase("abort", 3)):
+        _, effects = fold(state, command(later, 3, ttl_ms=10_000))
+        assert performed(effects) == [CheckAdapter(version(3))]
+
+
+def test_a_sync_waits_for_no_place_of_what_is_wanted_or_of_a_paused_engine() -> None:
+    for seen, desired in ((full(1, 2), wanting(1, 2)), (replace(full(1, 2), generating=False), wanting(2))):
+        state = replace(
+            agent(seen=seen, desired=replace(desired, generation="paused" if not seen.generating else "running"))
+        )
+        _, effects = fold(state, command(phase("prepare", 3), ttl_ms=10_000))
+        assert performed(effects) == [CheckAdapter(version(3))]
+
+
+def test_a_commit_on_a_replica_that_has_no_place_takes_that_of_the_version_which_it_drops() -> None:
+    state = agent(seen=full(1, places=1), desired=wanting(1, loading=2))
+    state, effects = fold(state, command(phase("commit", 2, keep=1)))
+    calls = [UnloadAdapter("policy-v1", waited=False), CheckAdapter(version(2)), LoadAdapter(version(2))]
+    assert carry_out(state, effects, full(1, places=1))[1] == calls
+
+
+def test_an_agent_that_joins_a_full_engine_makes_the_place_that_it_needs_before_it_is_ready() -> None:
+    state, effects = fold(agent(seen=full(1, 2), desired=wanting(3)))
+    seen = full(1, 2)
+    assert state.activity is not None and state.activity.calls == (UnloadAdapter("policy-v1", waited=False),)
+    effects = [Perform(call_id=1, call=state.activity.calls[0])]
+    assert not is_ready(state)
+    state, calls, _ = carry_out(state, effects, seen)
+    loads = [UnloadAdapter("policy-v1", waited=False), CheckAdapter(version(3)), LoadAdapter(version(3))]
+    assert calls == [*loads, UnloadAdapter("policy-v2", waited=False)] and is_ready(state)
+
+
+def test_what_had_no_place_is_loaded_once_there_is_one() -> None:
+    state, _ = fault(agent(seen=full(1, 2), desired=wanting(2)), seen=full(1, 2))
+    state, effects = fold(state, command(phase("commit", 3)))
+    assert performed(effects) == [UnloadAdapter("policy-v1", waited=False)]
+    state, _ = fault(state, seen=full(1, 2))
+    assert is_ready(state) and status_of(state).adapters_missing == ("policy-v3",)
+    state, effects = fold(state, EngineObserved(at_ms=2, observation=full(2)))
+    assert performed(effects) == [CheckAdapter(version(3))]
 
 
 # --- agents that are cut off ------------------------------------------------------------------------------------------

@@ -63,12 +63,10 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_primary_acts_and_another_node_skips(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path, run: Run
+    bus: Bus, context: Context, engine: Engine, tmp_path: Path, joined: Run
 ) -> None:
     idle = Engine()
-    async with run() as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+    async with joined() as agent:
         bus.publish(PAUSE)
         assert await bus.outcome(1) == wire.CommandOutcome(outcome=Acted(calls=("pause",)), rule=10)
         assert engine.calls == [Pause("abort")]
@@ -80,12 +78,10 @@ async def test_primary_acts_and_another_node_skips(
         assert idle.calls == []
 
 
-async def test_a_skip_is_logged_at_debug_only(bus: Bus, run: Run, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_skip_is_logged_at_debug_only(bus: Bus, joined: Run, caplog: pytest.LogCaptureFixture) -> None:
     """Most nodes of a fleet skip most of the time."""
     with caplog.at_level(logging.DEBUG, "rolloutctl.agent"):
-        async with run(SECOND) as agent:
-            await bus.admit()
-            await reaches(agent, lambda state: state.joined)
+        async with joined(SECOND):
             bus.publish(PAUSE)
             assert (await bus.outcome(1)).outcome == Skipped(Reason.NOT_PRIMARY)
     assert [record.levelname for record in caplog.records if "not_primary" in record.getMessage()] == ["DEBUG"]
@@ -103,10 +99,8 @@ async def test_a_command_that_arrives_again_is_answered_again_and_not_carried_ou
         assert len(engine.calls) == 1
 
 
-async def test_a_hole_is_requested_and_filled_in_order(bus: Bus, engine: Engine, run: Run) -> None:
-    async with run() as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined)
+async def test_a_hole_is_requested_and_filled_in_order(bus: Bus, engine: Engine, joined: Run) -> None:
+    async with joined():
         bus.publish(PAUSE, seq=3)
         assert (await bus.next(wire.ResendRequest)).first == 1
         bus.say(wire.Replay(records=(bus.record(1, FLUSH), bus.record(2, FLUSH))))
@@ -115,10 +109,8 @@ async def test_a_hole_is_requested_and_filled_in_order(bus: Bus, engine: Engine,
         assert [type(call).__name__ for call in engine.calls] == ["Flush", "Flush", "Pause"]
 
 
-async def test_pages_of_replay_are_requested_until_nothing_is_missing(bus: Bus, run: Run) -> None:
-    async with run(SECOND) as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined)
+async def test_pages_of_replay_are_requested_until_nothing_is_missing(bus: Bus, joined: Run) -> None:
+    async with joined(SECOND):
         bus.seq = 3
         bus.raw(wire.TOPIC_HEAD, wire.encode_header(bus.epoch, 0, 3), b"\xc0")
         for seq in (1, 2, 3):

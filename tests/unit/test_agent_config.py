@@ -29,7 +29,8 @@ EVERY = [
         "--on-lost-bus",
         "pause",
     ),
-    *("--metrics-port", "9100", "--memory", "trainer", "--wedged-after", "9", "--dump-stacks"),
+    *("--metrics-port", "9100", "--memory", "trainer", "--wedged-after", "9", "--dump-stacks", "--digests", "always"),
+    *("--drain", "60", "--rejoin"),
     "--observe",
     *("--launch", "--", "python", "-m", "a b"),
 ]

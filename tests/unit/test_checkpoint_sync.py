@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from controlplane import ControlPlane
 from controlplane.trainers.checkpoints import CheckpointSync
-from schemas.errors import AgentsMissing, CheckpointError, CommandFailed, ConfigError
+from schemas.errors import AgentsMissing, CheckpointError, CommandFailed, ConfigError, SyncInProgress
 from schemas.reports import SyncReport
 from tests.timeline.real_run import PLACES, QUICK, agents, front
 from tests.waiting import wait_until
@@ -70,7 +71,56 @@ def test_a_name_that_is_taken_gets_a_number(plane: ControlPlane) -> None:
     assert list((plane.checkpoints / "step_1").iterdir()) == []
 
 
-def test_a_checkpoint_that_was_not_written_is_published_to_nobody(plane: ControlPlane) -> None:
+def test_a_trainer_that_goes_on_deletes_what_its_earlier_lives_published_and_nothing_else(
+    plane: ControlPlane, tmp_path: Path
+) -> None:
+    save(TinyModel(TinyConfig(), seed=9), plane.checkpoints / "its_own")
+    CheckpointSync(plane).publish("step_1", weights(1))
+    killed = plane.checkpoints / ".step_2.7.partial"
+    killed.mkdir()
+    (killed / ".rolloutctl").touch()
+    (plane.checkpoints / ".other.7.partial").mkdir()
+    again = CheckpointSync(plane, keep=1)
+    assert not killed.exists() and plane.needed_checkpoints() == {"step_1"}
+    again.publish("step_1", weights(2))  # as it resumes at that step
+    assert plane.needed_checkpoints() == {"step_1-1"}
+    assert sorted(path.name for path in plane.checkpoints.iterdir()) == [".other.7.partial", "its_own", "step_1-1"]
+
+
+def test_a_trainer_that_goes_on_from_an_older_step_brings_the_fleet_back_to_it(tmp_path: Path) -> None:
+    (tmp_path / "ckpt").mkdir()
+    versions, served = [], []
+    with agents(f"{tmp_path}/bus", tmp_path, checkpoints=tmp_path / "ckpt"):
+        for start in (0, 1):  # its own checkpoint is of step 1 when it is killed after step 3
+            config = structs.replace(QUICK, address_file=f"{tmp_path}/bus")
+            with ControlPlane(
+                "tcp://127.0.0.1:0", log=tmp_path / "run.db", run="auto", config=config, checkpoints=tmp_path / "ckpt"
+            ) as plane:
+                sync = CheckpointSync(plane)
+                plane.wait_for_agents(len(PLACES), timeout=60).wait()
+                for step in range(start, 4):
+                    versions.append(sync.publish(f"step_{step}", weights(step)).version)
+                    served.append(TinyClient(front(tmp_path, PLACES[0])).describe().digest)
+    assert versions == [1, 2, 3, 4, 5, 6, 7]
+    assert served[4:] == served[1:4]
+    assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == ["step_2-1", "step_3-1"]
+
+
+def test_a_trainer_that_does_not_wait_knows_the_version_at_once(plane: ControlPlane) -> None:
+    sync = CheckpointSync(plane, keep=1)
+    tickets = [sync.begin(f"step_{step}", weights(step)) for step in (1, 2)]
+    assert [ticket.version for ticket in tickets] == [1, 2]
+    assert tickets[0].wait(20).version == 1
+    with pytest.raises(SyncInProgress):
+        tickets[1].wait(20)
+    assert sync.begin("step_3", weights(3)).wait(20).version == 2  # what was refused was used for nothing
+    assert sorted(path.name for path in plane.checkpoints.iterdir()) == ["step_1", "step_3"]
+    third = sync.begin("step_4", weights(4))
+    assert third.version == 3 and third.wait(20).status == "committed"
+    assert sorted(path.name for path in plane.checkpoints.iterdir()) == ["step_3", "step_4"]
+
+
+def test_a_checkpoint_that_was_not_written_is_published_to_no_agent(plane: ControlPlane) -> None:
     def full(folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half of it")
         raise OSError("no space left")
@@ -100,7 +150,7 @@ def test_a_sync_waits_for_that_of_an_operator_and_says_so(
     assert plane.serving() == {0: 2, 1: 2}
 
 
-def test_a_checkpoint_whose_sync_has_no_report_is_deleted_once_nobody_needs_it(
+def test_a_checkpoint_whose_sync_has_no_report_is_deleted_once_no_replica_needs_it(
     plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(_: object) -> None:
@@ -123,7 +173,7 @@ def test_versions_of_an_adapter_have_paths_of_their_own_and_go_when_no_replica_h
     held = plane.adapters()["policy"]
     assert (held.version, held.model, held.replicas) == (4, "policy-v4", (0, 1))
     assert held.path.startswith("policy-step_3-") and plane.serving() == {0: 0, 1: 0}
-    wait_until(lambda: plane.oldest_adapter("policy") == 4)
+    wait_until(lambda: plane.needed_checkpoints() == {held.path})
     last = sync.publish("step_1", adapter(4))
     paths = [plane.adapters()["policy"].path, held.path]
     assert last.version == 5 and sorted(path.name for path in plane.checkpoints.iterdir()) == sorted(paths)

@@ -8,8 +8,6 @@ from msgspec.structs import replace
 from schemas.commands import Checkpoint, EngineCommand, ProfilePlan, Pushed, WeightSync
 from schemas.desired import Committed, Desired, ProfileSession, Syncing
 from schemas.events import (
-    Effect,
-    EngineObserved,
     EngineReturned,
     Event,
     Fault,
@@ -17,13 +15,12 @@ from schemas.events import (
     LeaseExpired,
     MachineSettings,
     Observation,
-    Perform,
     Returned,
     SnapshotReceived,
     Started,
 )
 from schemas.identity import OnLostBus
-from tests.unit.machines import PRESENT, PRIMARY, carry_out, command, fold, looked
+from tests.unit.machines import PRESENT, PRIMARY, called, carry_out, command, fold, looked, observed
 from workers.machine.readiness import in_sync, trouble
 from workers.machine.state import AgentState, call_name
 
@@ -48,20 +45,12 @@ def agent(desired: Desired = COMMITTED, lost: OnLostBus = "serve", seen: Observa
     return state
 
 
-def observed(seen: Observation) -> EngineObserved:
-    return EngineObserved(at_ms=1, observation=seen)
-
-
-def calls(effects: list[Effect]) -> list[str]:
-    return [call_name(effect.call) for effect in effects if isinstance(effect, Perform)]
-
-
 @pytest.mark.parametrize(("seen", "undoes"), [(PAUSED, ["resume"]), (OTHERS, ["check_source"])])
 def test_what_others_did_is_undone_only_by_an_agent_that_hears_its_bus(seen: Observation, undoes: list[str]) -> None:
     state, effects = fold(agent(), observed(seen), observed(seen))
-    assert calls(effects) == [] and not in_sync(state)
+    assert called(effects) == [] and not in_sync(state)
     state, effects = fold(state, HeadSeen(at_ms=4, epoch=1, seq=0))
-    assert calls(effects) == undoes
+    assert called(effects) == undoes
 
 
 @pytest.mark.parametrize("lost", ["serve", "pause"])
@@ -75,37 +64,37 @@ def test_an_agent_that_is_cut_off_leaves_an_engine_that_others_changed_as_it_is(
         state, made, _ = carry_out(state, effects, SERVING)
         assert [call_name(call) for call in made] == ["observe", "pause"]
     state, effects = fold(state, *events, observed(OTHERS), LEASE, HEARD)
-    assert calls(effects) == [], "a head alone does not say what is desired"
+    assert called(effects) == [], "a head alone does not say what is desired"
     assert trouble(state) == "something else commands its engine, and its bus is out of reach; waits for the bus"
     state, effects = fold(state, SnapshotReceived(at_ms=10, epoch=1, seq=0, desired=Desired(committed=V1)))
-    assert calls(effects) == ["check_source"]
+    assert called(effects) == ["check_source"]
 
 
 def test_an_engine_that_was_relaunched_while_its_agent_is_cut_off_is_brought_back() -> None:
     launched = replace(SERVING, instance="two", version=0, label="default")
     state, _ = fold(agent(), LEASE)
     state, effects = fold(state, observed(launched))
-    assert calls(looked(state, effects, launched)[1]) == ["check_source"]
+    assert called(looked(state, effects, launched)[1]) == ["check_source"]
 
 
 def test_the_label_that_a_sync_waits_for_is_the_trainers_and_its_death_leaves_nothing_paused() -> None:
     pushed = Syncing(2, Pushed("step 2"), None, "abort", phase="prepare")
     state = agent(Desired(committed=V1, sync=pushed), seen=PAUSED)
     state, effects = fold(state, observed(replace(PAUSED, version=None, label="step 2")), LEASE)
-    assert calls(effects) != [], "it goes back to the committed weights"
+    assert called(effects) != [], "it goes back to the committed weights"
 
 
-def test_a_load_of_ones_own_that_was_not_answered_is_nobody_elses() -> None:
+def test_a_load_of_ones_own_that_was_not_answered_is_no_other_agents() -> None:
     """The trainer is gone too: the replica goes back to the committed weights, and serves."""
     loading = Desired(committed=V1, sync=Syncing(2, Checkpoint("v2"), None, "abort", phase="prepare"))
     state = agent(loading, seen=PAUSED)
     state, effects = fold(state, command(WeightSync(version=2, phase="load")))
-    assert calls(effects) == ["load"] and state.activity is not None
+    assert called(effects) == ["load"] and state.activity is not None
     lost = Fault("unanswered", "it broke off")
     state, _ = fold(state, EngineReturned(at_ms=2, call_id=state.activity.call_id, result=lost, observation=PAUSED))
     loaded = replace(PAUSED, version=2, label="2")
     state, effects = fold(state, observed(loaded), LEASE)
-    assert calls(looked(state, effects, loaded)[1]) == ["check_source"]
+    assert called(looked(state, effects, loaded)[1]) == ["check_source"]
 
 
 @pytest.mark.parametrize(("seen", "expected"), [(OTHERS, []), (SERVING, ["pause"])])
@@ -115,8 +104,8 @@ def test_an_agent_that_was_restarted_without_a_bus_compares_with_what_it_last_sa
     settings = MachineSettings(on_lost_bus="pause")
     state, _ = fold(agent(lost="pause"), Started(at_ms=2, identity=PRIMARY, incarnation="b", settings=settings))
     state, effects = fold(state, observed(seen), LEASE)
-    assert calls(effects) == (["observe"] if expected else [])
-    assert not expected or calls(looked(state, effects, seen)[1]) == expected
+    assert called(effects) == (["observe"] if expected else [])
+    assert not expected or called(looked(state, effects, seen)[1]) == expected
 
 
 @pytest.mark.parametrize("lost", ["serve", "pause"])
@@ -125,9 +114,9 @@ def test_an_agent_that_is_cut_off_looks_at_its_engine_right_before_it_acts(seen:
     """Its successor has just committed, after it last looked."""
     state = agent(Desired(committed=V1, profile=ProfileSession(1, ProfilePlan())), lost)
     state, effects = fold(state, LEASE)
-    assert calls(effects) == ["observe"]
+    assert called(effects) == ["observe"]
     state, effects = looked(state, effects, seen)
-    assert calls(effects) == [] and state.changed_by_others and not in_sync(state)
+    assert called(effects) == [] and state.changed_by_others and not in_sync(state)
 
 
 def test_an_agent_that_is_cut_off_stops_once_another_loads_while_it_acts() -> None:
@@ -135,10 +124,10 @@ def test_an_agent_that_is_cut_off_stops_once_another_loads_while_it_acts() -> No
     state, _, seen = carry_out(state, effects, SERVING)
     state, effects = fold(state, LEASE)
     state, effects = looked(state, effects, seen)
-    assert calls(effects) == ["resume"] and state.activity is not None
+    assert called(effects) == ["resume"] and state.activity is not None
     after = EngineReturned(at_ms=2, call_id=state.activity.call_id, result=Returned(), observation=OTHERS)
     state, effects = fold(state, after)
-    assert calls(effects) == [] and state.changed_by_others
+    assert called(effects) == [] and state.changed_by_others
 
 
 def test_two_agents_of_one_engine_that_hear_their_buses_do_not_take_turns_for_ever() -> None:
@@ -150,9 +139,9 @@ def test_two_agents_of_one_engine_that_hear_their_buses_do_not_take_turns_for_ev
     assert in_sync(state)
     again = replace(seen, label="7", version=7)
     state, effects = fold(state, observed(again), HEARD, observed(again), HEARD)
-    assert calls(effects) == [] and not in_sync(state)
+    assert called(effects) == [] and not in_sync(state)
     assert trouble(state) == (
         "something else commands its engine and undoes what this agent does; waits for the next command"
     )
     state, effects = fold(state, command(EngineCommand(operation="flush")))
-    assert calls(effects)[:1] == ["check_source"], "its trainer is there, and goes on to command it"
+    assert called(effects)[:1] == ["check_source"], "its trainer is there, and goes on to command it"

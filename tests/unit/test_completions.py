@@ -1,4 +1,4 @@
-"""Rollouts from vLLM's completions route: who is asked, and what happens when one does not answer."""
+"""Rollouts from vLLM's completions route: which server is asked, and what happens when one does not answer."""
 
 import itertools
 import threading
@@ -86,7 +86,7 @@ def test_replicas_share_the_prompts_and_answers_come_in_their_order(servers: tup
 
 
 @pytest.mark.parametrize("serving", [{0: 6, 1: 7}, {1: 7}])
-def test_only_those_who_serve_the_newest_weights_are_asked(
+def test_only_those_that_serve_the_newest_weights_are_asked(
     servers: tuple[Server, Server], serving: dict[int, int]
 ) -> None:
     rollouts = client(servers, serving).generate(PROMPTS, {})
@@ -110,7 +110,7 @@ def test_what_a_frozen_replica_owes_is_asked_of_others_once_it_no_longer_serves(
 
     def freeze(request: HttpRequest) -> Reply:
         if request.verb == "POST":
-            serving.clear()  # a sync: nobody serves, and nobody is given up
+            serving.clear()  # a sync: no replica serves, and none is given up
             posts.release()
             thaw.wait(60)
         return servers[0].reply(request)
@@ -129,7 +129,7 @@ def test_what_a_frozen_replica_owes_is_asked_of_others_once_it_no_longer_serves(
     assert {rollout.replica for rollout in rollouts} == {0}
 
 
-def test_a_server_that_is_frozen_before_it_was_ever_asked_holds_nobody_up(
+def test_a_server_that_is_frozen_before_it_was_ever_asked_holds_nothing_up(
     servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(completions, "MEET_S", 0.3)
@@ -204,7 +204,7 @@ def test_an_url_without_a_vllm_is_named_at_the_start(servers: tuple[Server, Serv
         client([servers[0], other]).generate(PROMPTS, {})
 
 
-def test_having_nobody_to_ask_ends_at_the_timeout(servers: tuple[Server, Server]) -> None:
+def test_having_no_server_to_ask_ends_at_the_timeout(servers: tuple[Server, Server]) -> None:
     with pytest.raises(AgentsMissing, match=r"no replica has answered for 0\.1 s: none serves the newest weights"):
         client(servers, {}, timeout=0.1).generate(PROMPTS, {})
 
@@ -242,7 +242,7 @@ def test_a_version_that_was_dropped_meanwhile_is_asked_for_by_its_successor(serv
 
 
 @pytest.mark.parametrize(("held", "says"), [(None, "none serves the newest adapter"), (adapter(3), "none serves")])
-def test_while_no_replica_holds_the_adapter_nobody_is_asked(
+def test_while_no_replica_holds_the_adapter_none_is_asked(
     servers: tuple[Server, Server], held: AdapterStatus | None, says: str
 ) -> None:
     """The base would answer too, and it is not what is trained."""

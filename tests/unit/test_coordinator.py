@@ -143,7 +143,7 @@ def test_a_failed_start_withdraws_the_session_from_that_replica_only() -> None:
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-def test_who_has_not_answered_by_the_deadline_is_missing_and_the_others_are_not() -> None:
+def test_an_agent_that_has_not_answered_by_the_deadline_is_missing_and_the_others_are_not() -> None:
     bus = Coordinator("0.0", "1.0")
     bus.issue(PAUSE, timeout_ms=5000)
     bus.answer(a0_0=DONE)
@@ -334,7 +334,7 @@ def test_a_status_says_how_long_an_engine_call_has_been_in_flight() -> None:
     assert calls(1) == [0, None, None], "the clock of the bus was set back"
     assert calls(None) == [None, None, None]
     bus.lose("0.0")
-    assert calls(92_000_000_000) == [None, None, None], "nobody knows what it does"
+    assert calls(92_000_000_000) == [None, None, None], "it is not known what it does"
 
 
 def test_the_status_of_the_fleet() -> None:

@@ -9,6 +9,8 @@ from anyio import CancelScope
 from anyio.lowlevel import checkpoint
 from msgspec.structs import replace
 
+from schemas import wire
+from schemas.commands import Drain
 from schemas.errors import AgentError, EngineError
 from schemas.events import (
     Call,
@@ -28,6 +30,7 @@ from schemas.outcomes import Acted, ErrorKind, Failed
 from schemas.transport.sockets import Context
 from tests.unit.machines import command
 from tests.unit.small_bus import FLUSH, PAUSE, RESUME, Bus, Engine, Run, reaches, running
+from tests.waiting import until
 from workers import agent as agent_module
 from workers import driver
 from workers.driver import EngineDriver
@@ -81,12 +84,10 @@ def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
 
 
 async def test_a_command_does_not_wait_for_an_observation_that_hangs(
-    bus: Bus, engine: Engine, run: Run, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, engine: Engine, joined: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "OBSERVE_SHARE", 0.02)  # of the time that is left after its call
-    async with run() as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+    async with joined():
         unkind(engine).reads = "hang"
         with anyio.fail_after(10):
             await unkind(engine).hanging.wait()
@@ -96,12 +97,10 @@ async def test_a_command_does_not_wait_for_an_observation_that_hangs(
 
 
 async def test_an_observation_that_ends_late_with_a_cancellation_of_its_own_ends_nothing_else(
-    bus: Bus, engine: Engine, run: Run
+    bus: Bus, engine: Engine, joined: Run
 ) -> None:
     """It gave way to a command, and its backend could not be cancelled at once."""
-    async with run() as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+    async with joined() as agent:
         unkind(engine).reads = "end late"
         with anyio.fail_after(10):
             await unkind(engine).hanging.wait()
@@ -113,12 +112,10 @@ async def test_an_observation_that_ends_late_with_a_cancellation_of_its_own_ends
 
 
 async def test_an_engine_whose_observation_hangs_is_unknown_until_it_can_be_read(
-    bus: Bus, engine: Engine, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bus: Bus, engine: Engine, joined: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(driver, "OBSERVE_S", 0.05)
-    async with run() as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+    async with joined() as agent:
         unkind(engine).reads = "hang"
         state = await reaches(agent, lambda state: state.engine.tokenizer == "unknown")
         assert state.engine.trouble == "fake 1 can't be read: Unkind.observe did not return within 0.05 s"
@@ -133,11 +130,9 @@ async def test_an_engine_whose_observation_hangs_is_unknown_until_it_can_be_read
     ids=lambda value: type(value).__name__,
 )
 async def test_an_observation_that_raises_is_logged_once_with_the_name_of_the_backend(
-    raised: BaseException, says: str, bus: Bus, engine: Engine, run: Run, caplog: pytest.LogCaptureFixture
+    raised: BaseException, says: str, bus: Bus, engine: Engine, joined: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with run() as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+    async with joined() as agent:
         unkind(engine).reads = raised
         await reaches(agent, lambda state: state.engine.tokenizer == "unknown")
         unkind(engine).reads = "well"
@@ -150,13 +145,11 @@ async def test_an_observation_that_raises_is_logged_once_with_the_name_of_the_ba
 
 @pytest.mark.parametrize("directory", [None, "/models/policy"])
 async def test_an_engine_whose_first_weights_can_not_be_loaded_again_is_named_at_its_start(
-    directory: str | None, bus: Bus, engine: Engine, run: Run, caplog: pytest.LogCaptureFixture
+    directory: str | None, bus: Bus, engine: Engine, joined: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     unkind(engine).launched_from = directory
-    async with run() as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+    async with joined():
         bus.publish(PAUSE)
         await bus.outcome(1)
     said = [record.getMessage() for record in caplog.records if "can't be loaded again" in record.getMessage()]
@@ -178,14 +171,12 @@ async def test_what_is_read_and_can_not_be_recorded_is_said_too(bus: Bus, engine
 
 
 async def test_a_cancelled_task_of_the_backend_is_an_outcome_and_the_driver_goes_on(
-    bus: Bus, engine: Engine, run: Run, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, engine: Engine, joined: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def perform(call: Call, timeout_s: float) -> Returned:
         raise asyncio.CancelledError
 
-    async with run() as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+    async with joined():
         with monkeypatch.context() as patched:
             patched.setattr(engine, "perform", perform)
             bus.publish(FLUSH)
@@ -217,6 +208,29 @@ async def test_a_call_whose_deadline_has_passed_is_not_begun() -> None:
     assert isinstance(returned, EngineReturned) and isinstance(returned.result, Fault)
     assert returned.result.kind == "refused" and "not begun" in returned.result.message
     assert engine.calls == [] and engine.observations == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "raises", "observations"), [(Flush(), None, 0), (Flush(), "lost", 1), (Pause("keep"), None, 1)]
+)
+async def test_an_engine_is_not_observed_after_a_call_that_no_observation_shows(
+    call: Call, raises: str | None, observations: int
+) -> None:
+    """It may stand until it was observed. A call that failed may have been the end of it."""
+    engine, seen = Unkind(), list[int]()
+    engine.raises = EngineError(raises) if raises else None
+    state = AgentState(activity=Activity(trigger=command(FLUSH), calls=(call,), call_id=1, deadline_ms=1000))
+
+    def handle(event: Event) -> None:
+        assert isinstance(event, EngineReturned) and (event.observation is not None) == bool(observations)
+        seen.append(engine.observations)
+        made.end()
+
+    made = EngineDriver(engine, engine, None, 1000, lambda: state, handle, lambda: 10, lambda at_ms: None)
+    made.request(Perform(call_id=1, call=call))
+    with anyio.fail_after(10):
+        await made.run()
+    assert seen == [observations]
 
 
 async def test_only_the_call_of_a_command_has_time_for_retries(bus: Bus, engine: Engine, run: Run) -> None:
@@ -323,3 +337,57 @@ async def test_a_close_that_ends_late_with_a_cancellation_of_its_own_ends_nothin
     async with running(bus, context, Late(), tmp_path):
         pass
     assert len(warnings_of(caplog, "Late.close raised: a task of the engine's backend was cancelled")) == 1
+
+
+# --- requests that may end --------------------------------------------------------------------------------------------
+
+
+class Busy(Engine):
+    """It runs as many requests as `running` says, or does not say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: int | None = 1
+
+    async def observe(self) -> Observation:
+        return replace(await super().observe(), running=self.running)
+
+
+@pytest.mark.parametrize("says", [True, False])
+async def test_a_drain_waits_for_requests_to_end_where_the_engine_says_how_many_run(
+    says: bool, bus: Bus, tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "IDLE_S", 0.05)
+    engine = Busy()
+    engine.running = 1 if says else None
+    async with running(bus, context, engine, tmp_path) as agent:
+        await bus.admit()
+        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        bus.publish(Drain(grace_ms=60_000 if says else 300))
+        if says:
+            await reaches(agent, lambda state: state.idle_at_ms is not None)
+            looked = engine.observations
+            await until(lambda: engine.observations > looked + 5)
+            assert engine.calls == []
+            engine.running = 0
+        assert (await bus.outcome(1)).outcome == Acted(calls=("await_idle", "pause") if says else ("pause",))
+        assert engine.calls == [Pause("abort")]
+
+
+async def test_an_agent_ends_well_once_its_drained_replica_is_retired(
+    bus: Bus, tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "IDLE_S", 0.0)
+    engine = Busy()
+    engine.running = 0
+    async with running(bus, context, engine, tmp_path) as agent, anyio.create_task_group() as tasks:
+        await bus.admit()
+        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        tasks.start_soon(agent.drain, 60)
+        for _ in range(2):  # again, for as long as the bus has not heard of it
+            assert (await bus.next(wire.Leave)).grace_ms == 60_000
+        bus.publish(Drain(grace_ms=60_000))
+        await bus.outcome(1)
+        bus.say(wire.Rejoin(reason="retired", give_up=True))
+        await bus.next(wire.Goodbye)
+        tasks.cancel_scope.cancel()

@@ -106,7 +106,7 @@ def test_a_wrong_name_is_one_clear_line(name: str, reason: str) -> None:
     assert "\n" not in str(raised.value) and str(raised.value).startswith(f"--engine {name}")
 
 
-def test_a_url_that_nobody_takes_is_an_error() -> None:
+def test_a_url_that_no_backend_takes_is_an_error() -> None:
     with pytest.raises(ConfigError, match="--url was given, and its constructor has no parameter `url`"):
         make_engine(f"{__name__}:Whole", WITH_URL)
 
@@ -120,7 +120,7 @@ def test_each_method_that_is_missing_or_wrong_is_named() -> None:
     assert "it has no `async def close(self)`" in text and "`open`" not in text
 
 
-def test_the_agent_says_it_before_it_dials_anybody(tmp_path: Path) -> None:
+def test_the_agent_says_it_before_it_dials_the_bus(tmp_path: Path) -> None:
     done = rolloutctl(
         *("agent", "--bus", "tcp://127.0.0.1:1", "--replica", 0, "--engine", "vlm", "--state-dir", tmp_path)
     )

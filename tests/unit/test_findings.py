@@ -1,4 +1,4 @@
-"""Findings about observed runs, in made-up logs: which moments count, who is named, and what is no finding."""
+"""Findings about observed runs, in made-up logs: which moments count, what is named, and what is no finding."""
 
 from msgspec.structs import replace
 
@@ -143,7 +143,7 @@ def test_an_agent_that_is_back_and_tells_nothing_new_still_sees_what_it_saw() ->
     log.sees(10, "0.0", TWO)
     log.hello(610, "1.0")
     (torn,) = log.ends(700)
-    assert "from 00:10:10.000 UTC" in torn.text  # nobody knows about the time in between
+    assert "from 00:10:10.000 UTC" in torn.text  # nothing is known of the time in between
 
 
 def test_a_pause_that_ended_is_none_whatever_it_took() -> None:
@@ -175,7 +175,7 @@ def test_a_replica_whose_engine_went_away_is_paused_for_as_long_as_it_was_seen()
     assert pause.agents == ("1.0",) and "until it was last seen at 00:13:20.000 UTC" in pause.text
 
 
-def test_a_session_that_nobody_stops_is_leaked() -> None:
+def test_a_session_that_is_never_stopped_is_leaked() -> None:
     log = fleet("0.0", "1.0")
     for agent in ("0.0", "1.0"):
         log.sees(10, agent, replace(UP, profiling=True))

@@ -1,4 +1,4 @@
-"""Who floods a bus is cut off, and who answers it quickly is not."""
+"""A peer that floods a bus is cut off, and one that answers it quickly is not."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -40,7 +40,7 @@ def test_a_report_shows_failures_first_and_groups_equal_outcomes() -> None:
     ]
 
 
-def test_a_report_of_nobody_says_so() -> None:
+def test_a_report_of_no_agent_says_so() -> None:
     assert str(report({})) == "pause (seq 12): no agents"
 
 
@@ -69,7 +69,7 @@ def test_the_representation_is_still_the_data() -> None:
     assert repr(report({})).startswith("Report(seq=12, origin=1, command=EngineCommand(")
 
 
-def test_a_sync_report_shows_who_serves_what_and_which_phase_failed() -> None:
+def test_a_sync_report_shows_what_each_replica_serves_and_which_phase_failed() -> None:
     def phase(name: str, **conclusions: Conclusion) -> Report:
         command = WeightSync(phase=name, version=7)  # type: ignore[arg-type]
         return Report(seq=3, origin=1, command=command, outcomes=report({"0.0": PAUSED, **conclusions}).outcomes)

@@ -4,6 +4,7 @@ from controlplane.report.fleet_history import ReplicaHistory
 from controlplane.report.game_day import GameDay, InjectedFault
 from controlplane.report.totals import RunReport
 from controlplane.report.verdict import verdict
+from schemas.agent_status import Clock
 from schemas.events import FaultInjected
 from schemas.fault_plan import parse_plan
 from schemas.reports import SyncReport
@@ -26,14 +27,15 @@ def faults(
     """The faults of a run of 100 s in which replica 1 was out of service as `spans` say."""
     day = GameDay()
     for agent, second in at:
-        wall_ns = START + int(second * S)
-        day.injected(agent, FaultInjected(at_ms=0, name="dies", what="kill_agent", wall_ns=wall_ns))
+        fault = FaultInjected(at_ms=int(second * 1000), name="dies", what="kill_agent")
+        day.injected(agent, fault, START + 50 * S)  # an agent that was killed uploads it when it is back
     for second, report in syncs:
         day.concluded(report, START + int(second * S))
     history = ReplicaHistory(spans=[("gone", START + int(a * S), START + int(b * S)) for a, b in spans])
     if open_since is not None:
         history.since_ns["gone"] = START + int(open_since * S)
-    return day.faults({1: history}, START + 100 * S)
+    clock = Clock(at_ms=60_000, wall_ns=START, offset_ns=60 * S, error_ns=0)
+    return day.faults({1: history}, {"0.0": clock, "1.0": clock}, START + 100 * S)
 
 
 def test_a_fault_that_harmed_nothing_costs_nothing() -> None:

@@ -336,7 +336,7 @@ def test_checks_that_need_no_history_continue_after_a_hole() -> None:
     assert broken(left, change(Answer, without_rule), "0.1") == {"I6"}
 
 
-def test_a_violation_says_where_and_who() -> None:
+def test_a_violation_says_where_and_of_which_agent() -> None:
     assert str(Violation("I1", 7, ("0.0",), "generates")) == "I1 at record 7 (0.0): generates"
 
 

@@ -8,14 +8,12 @@ from msgspec.structs import replace
 from schemas.commands import EngineCommand, ProfilePlan, WeightSync
 from schemas.desired import Committed, Desired, ProfileSession
 from schemas.events import (
-    Call,
     Effect,
     EngineReturned,
     Fault,
     Flush,
     Observation,
     Pause,
-    Perform,
     Resume,
     Returned,
     SnapshotReceived,
@@ -23,7 +21,7 @@ from schemas.events import (
     Tick,
 )
 from schemas.outcomes import Acted, Failed, Skipped
-from tests.unit.machines import PRESENT, START, after, agent, answers, carry_out, command, fold, sync
+from tests.unit.machines import PRESENT, START, after, agent, answers, carry_out, command, fold, performed, sync
 from workers.machine.decide import RETRY_FIRST_MS, RETRY_LAST_MS, next_deadline
 from workers.machine.readiness import in_sync, is_ready, trouble
 from workers.machine.state import AgentState, call_name
@@ -46,10 +44,6 @@ def synced(state: AgentState, seen: Observation, version: int) -> tuple[AgentSta
         assert isinstance(answers(effects)[0].outcome, Acted), phase
         made.append([call_name(call) for call in calls])
     return state, seen, made
-
-
-def performed(effects: list[Effect]) -> list[Call]:
-    return [effect.call for effect in effects if isinstance(effect, Perform)]
 
 
 def refused(state: AgentState, at_ms: int, seen: Observation) -> tuple[AgentState, list[Effect]]:

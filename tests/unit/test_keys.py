@@ -108,7 +108,7 @@ def test_a_file_that_holds_something_else_is_refused_without_showing_it(
     assert "SECRET" not in str(caught.value)
 
 
-def test_a_pipe_or_folder_in_the_place_of_a_key_file_stops_nobody(tmp_path: Path) -> None:
+def test_a_pipe_or_folder_in_the_place_of_a_key_file_stops_nothing(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(KeyFileError, match="is not a file"):
         read_peer_keys(tmp_path / "pipe")
@@ -244,7 +244,7 @@ def test_a_revoked_key_stays_out_even_where_it_is_allowed_again(folder: KeyFolde
     assert folder.access_list().grants == {}
 
 
-def test_a_broken_record_lets_nobody_in_and_disturbs_no_other(
+def test_a_broken_record_lets_no_peer_in_and_disturbs_no_other(
     folder: KeyFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder.add("good", "operator", ())
@@ -259,7 +259,7 @@ def test_a_broken_record_lets_nobody_in_and_disturbs_no_other(
 
 
 @pytest.mark.parametrize("bits", [0o620, 0o602, 0o666])
-def test_a_record_that_others_can_write_lets_nobody_in(
+def test_a_record_that_others_can_write_lets_no_peer_in(
     folder: KeyFolder, caplog: pytest.LogCaptureFixture, bits: int
 ) -> None:
     folder.add("a", "operator", ())
@@ -461,7 +461,7 @@ def test_a_change_within_the_tick_of_the_file_systems_clock_is_seen(folder: KeyF
         [b"x", b"", b"1.0", b"1", b"d", b"a", b"", b"CURVE", b"k" * 32, b"more"],
     ],
 )
-def test_whatever_the_handler_is_asked_nobody_unknown_comes_in(folder: KeyFolder, frames: list[bytes]) -> None:
+def test_whatever_the_handler_is_asked_no_unknown_peer_comes_in(folder: KeyFolder, frames: list[bytes]) -> None:
     access = Access(folder)
     try:
         answer = access._answer(frames)

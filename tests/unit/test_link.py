@@ -237,11 +237,9 @@ async def test_an_engine_that_cannot_be_opened_leaves_nothing_open(
 
 
 async def test_an_agent_ahead_of_a_bus_that_lost_its_tail_follows_it_and_says_so(
-    bus: Bus, run: Run, caplog: pytest.LogCaptureFixture
+    bus: Bus, joined: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with run() as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+    async with joined() as agent:
         for seq in (1, 2, 3):
             bus.publish(FLUSH)
             await bus.outcome(seq)
@@ -313,10 +311,8 @@ async def test_a_frame_too_large_on_the_control_connection_cuts_it_off_and_the_a
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_bus_that_is_only_busy_keeps_its_connection(bus: Bus, run: Run) -> None:
-    async with run() as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined)
+async def test_a_bus_that_is_only_busy_keeps_its_connection(bus: Bus, joined: Run) -> None:
+    async with joined():
         old = bus.peer
         bus.ignored.clear()  # an agent whose welcome was late has said hello twice
         with anyio.fail_after(20):
@@ -397,7 +393,7 @@ async def test_a_bus_of_which_only_one_port_is_within_reach_renews_no_lease(bus:
 
 
 async def test_malformed_messages_are_counted_logged_once_and_change_nothing(
-    bus: Bus, run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, joined: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.link.link.malformed_logger.filters", [RateLimit(1, 60.0)])  # not the other loop's
     good = wire.encode(bus.envelope(PAUSE))
@@ -411,9 +407,7 @@ async def test_malformed_messages_are_counted_logged_once_and_change_nothing(
         (wire.TOPIC_COMMAND + b"x", wire.encode_header(1, 1, 1), good),
     ]
     with caplog.at_level(logging.WARNING):
-        async with run() as agent:
-            await bus.admit()
-            await reaches(agent, lambda state: state.joined)
+        async with joined() as agent:
             before = agent.state
             for frames in hostile:
                 bus.raw(*frames)
@@ -432,7 +426,7 @@ async def test_malformed_messages_are_counted_logged_once_and_change_nothing(
 
 @pytest.mark.parametrize("way", ["published", "resent"])
 async def test_a_record_that_cannot_be_read_is_answered_and_the_next_one_applied(
-    bus: Bus, engine: Engine, run: Run, way: str
+    bus: Bus, engine: Engine, joined: Run, way: str
 ) -> None:
     """A dropped record would be a hole that no resend can fill."""
     good = msgspec.msgpack.decode(wire.encode(bus.envelope(PAUSE)))
@@ -446,9 +440,7 @@ async def test_a_record_that_cannot_be_read_is_answered_and_the_next_one_applied
         b"\x00",
         *([b"\x91" * 4_000 + b"\xc0"] if way == "published" else []),  # no bus can keep such a record
     ]
-    async with run() as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+    async with joined() as agent:
         if way == "resent":
             page = [{"origin": 1, "seq": seq, "envelope": msgspec.Raw(body)} for seq, body in enumerate(bodies, 1)]
             page.append({"origin": 1, "seq": len(page) + 1, "envelope": good})
@@ -466,10 +458,10 @@ async def test_a_record_that_cannot_be_read_is_answered_and_the_next_one_applied
         assert agent.state.seq == len(bodies) + 1 and agent.malformed == 0 and len(engine.calls) == 1
 
 
-async def test_an_unknown_command_is_answered_and_does_not_stop_the_stream(bus: Bus, engine: Engine, run: Run) -> None:
-    async with run() as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+async def test_an_unknown_command_is_answered_and_does_not_stop_the_stream(
+    bus: Bus, engine: Engine, joined: Run
+) -> None:
+    async with joined():
         unknown = msgspec.structs.replace(
             bus.envelope(PAUSE), body=msgspec.Raw(msgspec.msgpack.encode({"type": "new"}))
         )
@@ -513,11 +505,9 @@ async def take(bus: Bus, log: list[Decision], through: int) -> None:
         bus.say(wire.Ack(journal=message.journal, through=len(log)))
 
 
-async def test_decisions_are_uploaded_once_and_in_order(bus: Bus, engine: Engine, tmp_path: Path, run: Run) -> None:
+async def test_decisions_are_uploaded_once_and_in_order(bus: Bus, engine: Engine, tmp_path: Path, joined: Run) -> None:
     log: list[Decision] = []
-    async with run(SECOND) as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+    async with joined(SECOND):
         for seq in range(1, 11):
             bus.publish(PAUSE)
             await bus.outcome(seq)
@@ -529,14 +519,12 @@ async def test_decisions_are_uploaded_once_and_in_order(bus: Bus, engine: Engine
 
 
 async def test_a_full_batch_is_uploaded_at_once_and_what_follows_its_ack_waits_for_more(
-    bus: Bus, tmp_path: Path, run: Run
+    bus: Bus, tmp_path: Path, joined: Run
 ) -> None:
     """Batches of a few decisions, as fast as acks come, would cost the bus four times as much."""
     bus.heartbeat_ms = 3_600_000
     log: list[Decision] = []
-    async with run(SECOND) as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+    async with joined(SECOND):
         for seq in range(1, 261):
             bus.publish(PAUSE)
             await bus.outcome(seq)
@@ -550,13 +538,11 @@ async def test_a_full_batch_is_uploaded_at_once_and_what_follows_its_ack_waits_f
 
 
 async def test_an_upload_continues_after_a_reconnect_without_holes_or_duplicates(
-    bus: Bus, engine: Engine, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, engine: Engine, tmp_path: Path, joined: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.link.upload.ACK_TIMEOUT_MS", 0)  # a lost batch is sent again with each heartbeat
     log: list[Decision] = []
-    async with run(SECOND) as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+    async with joined(SECOND) as agent:
         await take(bus, log, 4)
         bus.publish(PAUSE)
         while (lost := await bus.next(wire.DecisionBatch)).first < 5:

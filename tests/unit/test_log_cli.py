@@ -211,7 +211,7 @@ def test_what_an_agent_sent_instead_of_a_decision_hides_nothing_else(good: Path,
     assert (survey.damage, survey.unreadable, survey.last) == ("", [at], at + 1)
 
 
-def test_the_commands_say_who_sent_what_can_not_be_read(good: Path, tmp_path: Path) -> None:
+def test_the_commands_say_which_peer_sent_what_can_not_be_read(good: Path, tmp_path: Path) -> None:
     misled = sent_to(good, Decision(Raw(EVENT), Raw(b"\x91\xa2\xff\xfe")))
     records = len(list(RunLog.read(misled)))
     shown = log("show", misled, "--agent", "7.0")

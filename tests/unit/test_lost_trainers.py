@@ -6,8 +6,21 @@ from msgspec.structs import replace
 from schemas import events
 from schemas.commands import EngineCommand, EpochStart
 from schemas.desired import Desired, desired_after
-from tests.unit.machines import PRESENT, PRIMARY, START, agent, carry_out, command, fault, fold, looked, sync
-from tests.unit.test_machine_lives import PAUSED, RESTARTED, V1, names, observed, snapshot
+from tests.unit.machines import (
+    PRESENT,
+    PRIMARY,
+    START,
+    agent,
+    called,
+    carry_out,
+    command,
+    fault,
+    fold,
+    looked,
+    observed,
+    sync,
+)
+from tests.unit.test_machine_lives import PAUSED, RESTARTED, V1, snapshot
 from workers.machine.readiness import in_sync
 from workers.machine.state import AgentState, call_name
 from workers.machine.suppressed import still_desired
@@ -25,19 +38,19 @@ def test_an_agent_that_restarts_without_a_bus_returns_to_the_committed_weights_w
     state, _, seen = carry_out(state, effects, seen)
     assert seen.version == 2 and not seen.generating
     state, effects = fold(state, RESTARTED, RESTARTED, observed(seen))
-    assert names(effects) == []
+    assert called(effects) == []
     state, effects = fold(state, LEASE_OVER)
     state, _, seen = carry_out(state, effects, seen)
     assert seen.generating and seen.version == 1 and not in_sync(state)
     _, effects = fold(state, snapshot(Desired(committed=V1, generation="paused"), seq=9))
-    assert names(effects) == ["pause"]
+    assert called(effects) == ["pause"]
 
 
 def test_an_agent_that_restarts_without_a_bus_ends_the_session_when_its_lease_expires() -> None:
     state, effects = fold(agent(), command(START))
     state, _, seen = carry_out(state, effects)
     state, effects = fold(state, RESTARTED, observed(seen), LEASE_OVER)
-    assert names(looked(state, effects, seen)[1]) == ["stop_profile"]
+    assert called(looked(state, effects, seen)[1]) == ["stop_profile"]
 
 
 def test_without_a_bus_nothing_is_asked_of_an_engine_that_was_launched_since() -> None:
@@ -46,7 +59,7 @@ def test_without_a_bus_nothing_is_asked_of_an_engine_that_was_launched_since() -
     launched = observed(replace(PRESENT, instance="two"))
     for order in ((launched, LEASE_OVER), (LEASE_OVER, launched)):
         state, effects = fold(agent(desired=Desired(committed=V1), seen=seen), RESTARTED, *order)
-        assert names(effects) == []
+        assert called(effects) == []
 
 
 @pytest.mark.parametrize(
@@ -124,7 +137,7 @@ def test_an_engine_torn_in_the_first_sync_loads_its_weights_again_once_the_train
 
 def test_an_engine_that_never_began_the_first_load_serves_the_weights_of_its_launch() -> None:
     _, effects = fold(AgentState(), RESTARTED, observed(PAUSED), snapshot(Desired(fallback=V1)))
-    assert names(effects) == ["resume"]
+    assert called(effects) == ["resume"]
 
 
 def test_the_first_commit_ends_the_fallback() -> None:
@@ -139,7 +152,7 @@ def test_after_an_abort_of_the_first_sync_its_weights_are_not_served_before_the_
     """A trainer that lives was told: the replicas move together or not at all."""
     state, seen = in_first_sync(loaded=True)
     state, effects = fold(state, command(sync("abort"), 3))
-    assert names(effects) == [] and state.desired.fallback is None
+    assert called(effects) == [] and state.desired.fallback is None
     state, effects = fold(state, loss)
     assert carry_out(state, effects, seen)[2].generating
 
@@ -167,4 +180,4 @@ def test_a_quarantine_ends_with_a_sync_that_loses_its_trainer(by: str, loss: str
 def test_a_quarantine_from_a_committed_sync_outlives_its_trainer(lost: events.Event) -> None:
     state = agent(desired=Desired(committed=V1, quarantined=1), seen=PAUSED)
     state, effects = fold(state, lost)
-    assert names(effects) == [] and state.desired.quarantined == 1
+    assert called(effects) == [] and state.desired.quarantined == 1

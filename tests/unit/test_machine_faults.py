@@ -3,19 +3,17 @@
 from msgspec.structs import replace
 
 from schemas.commands import Checkpoint, EngineCommand, ProfileCommand, WeightSync
-from schemas.desired import Committed, Desired, Syncing
+from schemas.desired import Desired, Syncing
 from schemas.events import (
     Answer,
     CheckSource,
     CommandReceived,
-    EngineObserved,
     EngineReturned,
     Event,
     Fault,
     HeadSeen,
     Load,
     MachineSettings,
-    Observation,
     Pause,
     Perform,
     Returned,
@@ -25,7 +23,7 @@ from schemas.events import (
 )
 from schemas.identity import Operation
 from schemas.outcomes import ErrorKind, Failed
-from tests.unit.machines import PRESENT, PRIMARY, START, agent, command, sync
+from tests.unit.machines import PRESENT, PRIMARY, START, agent, command, observed, sync
 from workers.machine.decide import decide, next_deadline
 from workers.machine.readiness import in_sync, trouble
 from workers.machine.state import AgentState
@@ -36,10 +34,6 @@ def fold(state: AgentState, *events: Event) -> AgentState:
     for event in events:
         state, _ = decide(state, event)
     return state
-
-
-def observed(observation: Observation) -> EngineObserved:
-    return EngineObserved(at_ms=0, observation=observation)
 
 
 STARTED = Started(at_ms=0, identity=PRIMARY, incarnation="a", settings=MachineSettings(max_buffered=4))
@@ -142,17 +136,6 @@ def test_torn_weights_stay_torn_when_a_later_call_fails_and_leaves_their_digest_
     state, _ = decide(state, command(EngineCommand(operation="abort"), 3))
     state, _ = decide(state, EngineReturned(at_ms=0, call_id=state.calls_made, result=refused, observation=torn))
     assert state.engine.torn
-
-
-def test_the_abort_of_a_later_sync_does_not_lift_an_earlier_quarantine() -> None:
-    out = Desired(committed=Committed(1, Checkpoint("v1"), None), quarantined=1)
-    state = agent(desired=out)
-    state, _ = performed(state, prepare(1, "a"))
-    state, _ = decide(state, command(WeightSync(phase="load", version=2), 2))
-    failed = Fault("source_refused", "It is not there.")
-    state, _ = decide(state, EngineReturned(at_ms=0, call_id=state.calls_made, result=failed))
-    state, _ = performed(state, command(WeightSync(phase="abort", version=2), 3))
-    assert state.desired.quarantined == 1
 
 
 def test_a_replica_whose_weights_are_asleep_fails_a_load() -> None:

@@ -24,12 +24,14 @@ from tests.unit.machines import (
     START,
     agent,
     answers,
+    called,
     carry_out,
     command,
     fault,
     fold,
     looked,
     manifest,
+    observed,
     sync,
 )
 from workers.machine.decide import next_deadline
@@ -46,15 +48,6 @@ RESTARTED = events.Started(at_ms=0, identity=PRIMARY, incarnation="b")
 
 def snapshot(desired: Desired | None = None, seq: int = 0, epoch: int = 1) -> events.SnapshotReceived:
     return events.SnapshotReceived(at_ms=0, epoch=epoch, seq=seq, desired=desired or Desired())
-
-
-def observed(seen: events.Observation = PRESENT) -> events.EngineObserved:
-    return events.EngineObserved(at_ms=0, observation=seen)
-
-
-def names(effects: list[events.Effect]) -> list[str]:
-    """Return the names of the calls among the effects."""
-    return [call_name(effect.call) for effect in effects if isinstance(effect, events.Perform)]
 
 
 def error(outcome: Outcome) -> ErrorKind:
@@ -75,7 +68,7 @@ def test_nothing_is_called_before_the_first_snapshot() -> None:
 def test_commands_received_before_the_snapshot_are_decided_after_it_unless_it_contains_them() -> None:
     state, _ = fold(AgentState(), RESTARTED, observed(), command(PAUSE, 1), command(FLUSH, 2))
     state, effects = fold(state, snapshot(seq=1))
-    assert state.seq == 2 and names(effects) == ["flush"]
+    assert state.seq == 2 and called(effects) == ["flush"]
 
 
 def test_a_late_joiner_is_brought_to_the_desired_state_without_a_command() -> None:
@@ -95,7 +88,7 @@ def test_a_launching_engine_is_reconciled_once_it_is_up() -> None:
     state = agent(seen=replace(PAUSED, tokenizer="unknown"))
     assert not in_sync(state)
     _, effects = fold(state, observed(PAUSED))
-    assert names(effects) == ["resume"]
+    assert called(effects) == ["resume"]
 
 
 def test_an_engine_that_missed_syncs_while_it_launched_is_brought_to_the_newest_only() -> None:
@@ -120,13 +113,13 @@ def test_an_older_snapshot_is_ignored() -> None:
 
 def test_a_snapshot_supersedes_waiting_commands_and_cancels_no_call() -> None:
     state, effects = fold(agent(), command(PAUSE, 1), command(FLUSH, 2))
-    assert names(effects) == ["pause"]
+    assert called(effects) == ["pause"]
     state, effects = fold(state, snapshot(Desired(generation="paused"), 2))
     assert [(answer.seq, answer.outcome) for answer in answers(effects)] == [
         (2, Skipped(Reason.SUPERSEDED)),
         (1, Skipped(Reason.SUPERSEDED)),
     ]
-    assert state.activity is not None and names(effects) == []
+    assert state.activity is not None and called(effects) == []
     state, effects = fold(
         state, events.EngineReturned(at_ms=1, call_id=1, result=events.Returned(), observation=PAUSED)
     )
@@ -257,7 +250,7 @@ def test_an_open_session_ends_with_the_lease() -> None:
     state, effects = fold(agent(), command(START))
     state, _, seen = carry_out(state, effects)
     state, effects = fold(state, events.LeaseExpired(at_ms=0))
-    assert names(looked(state, effects, seen)[1]) == ["stop_profile"]
+    assert called(looked(state, effects, seen)[1]) == ["stop_profile"]
 
 
 def test_after_the_lease_no_command_is_obeyed_before_a_snapshot() -> None:
@@ -266,7 +259,7 @@ def test_after_the_lease_no_command_is_obeyed_before_a_snapshot() -> None:
     state, effects = fold(state, command(PAUSE))
     assert effects == [events.RequestSnapshot()]
     _, effects = fold(state, snapshot())
-    assert names(effects) == ["pause"]
+    assert called(effects) == ["pause"]
 
 
 def test_the_lease_of_an_agent_that_never_joined_means_nothing() -> None:
@@ -295,9 +288,9 @@ def test_past_its_deadline_a_command_fails_and_its_call_is_awaited() -> None:
 
 def test_the_rest_of_an_overdue_command_is_not_begun_when_its_call_ends() -> None:
     state, effects = fold(agent(), command(SLEEP, ttl_ms=50), events.Tick(at_ms=50))
-    assert names(effects) == ["pause"]
+    assert called(effects) == ["pause"]
     _, effects = fold(state, events.EngineReturned(at_ms=99, call_id=1, result=events.Returned(), observation=PAUSED))
-    assert names(effects) == ["resume"] and answers(effects) == []
+    assert called(effects) == ["resume"] and answers(effects) == []
 
 
 def test_the_result_of_a_call_of_an_earlier_incarnation_is_ignored() -> None:
@@ -311,9 +304,9 @@ def test_the_result_of_a_call_of_an_earlier_incarnation_is_ignored() -> None:
 def test_a_failed_call_is_not_repeated_without_a_command() -> None:
     state, _ = fold(agent(), command(PAUSE, 1))
     state, effects = fault(state, "No.", PRESENT)
-    assert error(answers(effects)[0].outcome) is ErrorKind.ENGINE_ERROR and names(effects) == []
+    assert error(answers(effects)[0].outcome) is ErrorKind.ENGINE_ERROR and called(effects) == []
     _, effects = fold(state, command(PAUSE, 2))
-    assert names(effects) == ["pause"]
+    assert called(effects) == ["pause"]
 
 
 def test_weights_with_a_wrong_digest_leave_the_replica_out_of_service() -> None:
@@ -335,7 +328,7 @@ def test_weights_with_a_wrong_digest_leave_the_replica_out_of_service() -> None:
 
 def test_a_late_joiner_that_cannot_load_the_committed_weights_stays_out_of_service() -> None:
     state, effects = fold(AgentState(), RESTARTED, observed(), snapshot(Desired(committed=V1), 3))
-    assert names(effects) == ["check_source"]
+    assert called(effects) == ["check_source"]
     state, effects = fault(state, "It is not there.")
     _, calls, seen = carry_out(state, effects)
     assert [call_name(call) for call in calls] == ["pause"] and not seen.generating
@@ -345,11 +338,11 @@ def test_a_late_joiner_tries_to_open_the_session_only_once() -> None:
     state, effects = fold(
         AgentState(), RESTARTED, observed(), snapshot(Desired(profile=ProfileSession(3, ProfilePlan())), 3)
     )
-    assert names(effects) == ["start_profile"]
+    assert called(effects) == ["start_profile"]
     state, effects = fault(state, "No.", PRESENT)
     assert effects == []
     _, effects = fold(state, command(FLUSH, 4))
-    assert names(effects) == ["flush"]
+    assert called(effects) == ["flush"]
 
 
 # --- a restart in the middle of a call --------------------------------------------------------------------------------
@@ -380,7 +373,7 @@ def cut_off(call: str) -> tuple[AgentState, int]:
         state, effects = fold(state, command(body, seq))
         state, _, seen = carry_out(state, effects, seen)
     state, effects = fold(state, command(last, len(before) + 1), RESTARTED)
-    assert names(effects) == [call]
+    assert called(effects) == [call]
     return state, len(before) + 1
 
 
@@ -427,7 +420,7 @@ def test_a_cut_off_call_whose_effect_is_not_observed_is_unknown(call: str) -> No
 def test_nothing_is_called_between_a_restart_and_the_next_snapshot(call: str) -> None:
     state, _ = cut_off(call)
     state, effects = fold(state, observed(NOT_DONE[call]))
-    assert names(effects) == [] and not in_sync(state)
+    assert called(effects) == [] and not in_sync(state)
 
 
 def test_a_launching_engine_does_not_resolve_a_cut_off_call() -> None:
@@ -445,10 +438,10 @@ def test_the_end_of_a_call_that_needed_no_engine_resolves_a_cut_off_call_too() -
     finish = ProfileCommand(action="finish", step=3, plan=plan, profiled_steps=(3,))
     other = Desired(profile=ProfileSession(4, ProfilePlan()))
     state, effects = fold(state, snapshot(other, seq), command(finish, seq + 1))
-    assert names(effects) == ["finish_profile"] and state.activity is not None
+    assert called(effects) == ["finish_profile"] and state.activity is not None
     done = events.EngineReturned(at_ms=1, call_id=state.activity.call_id, result=events.Returned(), observation=hidden)
     state, effects = fold(state, done)
-    assert [answer.seq for answer in answers(effects)] == [seq, seq + 1] and names(effects) == ["stop_profile"]
+    assert [answer.seq for answer in answers(effects)] == [seq, seq + 1] and called(effects) == ["stop_profile"]
     assert state.interrupted is None
 
 

@@ -31,6 +31,7 @@ from schemas.commands import (
     AdapterVersion,
     Checkpoint,
     Command,
+    Drain,
     EngineCommand,
     EpochStart,
     Manifest,
@@ -190,7 +191,7 @@ def test_every_command_has_a_kind_that_begins_at_zero() -> None:
         *(ProfileCommand(action=action, step=0) for action in actions),
         *(EngineCommand(operation=operation) for operation in operations),
         *(AdapterSync(phase=phase, adapter=AdapterVersion(name="policy", version=1, path="p")) for phase in phases),
-        *(EpochStart(previous_epoch=0, logic=1), AdapterDrop(name="policy")),
+        *(EpochStart(previous_epoch=0, logic=1), AdapterDrop(name="policy"), Drain(grace_ms=0)),
     ]
     kinds = [command_kind(command).replace(" ", "_") for command in commands]
     assert (sorted(kinds), phases) == (sorted(KINDS), PHASES)
@@ -224,7 +225,7 @@ async def test_an_agent_shows_its_state_its_outcomes_and_its_calls(bus: Bus, eng
     assert seen("rolloutctl_agent_engine_call_age_seconds") == 0
 
 
-def test_metrics_are_served_where_nobody_else_listens(plane: ControlPlane) -> None:
+def test_metrics_are_served_where_nothing_else_listens(plane: ControlPlane) -> None:
     served, end = serve_metrics(BusCollector(plane), "0")
     try:
         with urllib.request.urlopen(served, timeout=20) as answer:

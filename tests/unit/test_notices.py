@@ -17,7 +17,9 @@ from tests.unit.test_plane import ADDRESS, QUICK, agents, checkpoint
 from tests.waiting import wait_until
 
 
-def test_the_log_says_who_joins_and_is_lost_and_how_syncs_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_which_agents_join_and_are_lost_and_how_syncs_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = Engine()
     plane = ControlPlane(ADDRESS, log=tmp_path / "run.db", config=QUICK, checkpoints=tmp_path)
     with caplog.at_level(logging.INFO, logger="rolloutctl.bus"), plane:
@@ -41,7 +43,7 @@ def test_an_agent_that_does_not_say_goodbye_is_a_warning(caplog: pytest.LogCaptu
     assert caplog.messages == ["agent 0.0 is lost (silent); 1 of 2 live"]
 
 
-def test_a_trainer_that_waits_for_its_agents_says_for_whom(
+def test_a_trainer_that_waits_for_its_agents_says_for_which(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("controlplane.waiting.SAY_AGAIN_S", 0.05)

@@ -12,7 +12,6 @@ from tests.unit.machines import PRESENT, PRIMARY
 from tests.unit.test_reconcile import (
     BOTH,
     CACHE,
-    LOAD_2,
     ON_V1,
     PAUSED,
     READY,
@@ -26,6 +25,7 @@ from workers.machine.observe import apply_interruption, apply_observation, apply
 from workers.machine.state import EngineState, call_name, with_engine_state
 from workers.machine.weights import adopt_pushed
 
+LOAD_2 = events.Load(2, Checkpoint("v2"), None)
 # --- observations -----------------------------------------------------------------------------------------------------
 
 
@@ -201,7 +201,7 @@ def test_a_failed_load_that_left_the_digest_unchanged_did_no_harm() -> None:
     after, _ = apply_result(engine, LOAD_2, events.Fault("engine_error", "No."), seen)
     assert not after.torn
     after, _ = apply_result(replace(engine, torn=True), LOAD_2, events.Fault("engine_error", "No."), seen)
-    assert after.torn, "nobody knows of which weights that digest is"
+    assert after.torn, "it is not known of which weights that digest is"
 
 
 @pytest.mark.parametrize("call", [events.StartProfile(SESSION, "d"), events.StopProfile(SESSION, "d")], ids=call_name)

@@ -150,7 +150,7 @@ def test_a_replica_that_serves_is_ready_and_one_that_is_paused_is_held() -> None
 OBSERVING: CoordinatorSettings = replace(SETTINGS, observe=ObservePolicy())
 
 
-def test_a_bus_that_observes_turns_away_who_would_command() -> None:
+def test_a_bus_that_observes_turns_away_agents_that_would_command() -> None:
     bus = Coordinator(settings=OBSERVING)
     for name in ("0.0", "0.1", "actor.0"):
         bus.hello(name)
@@ -162,7 +162,7 @@ def test_a_bus_that_observes_turns_away_who_would_command() -> None:
     assert bus.state.members["0.0"].state == "live"
 
 
-def test_syncs_of_a_fleet_leave_out_who_is_only_observed() -> None:
+def test_syncs_of_a_fleet_leave_out_what_is_only_observed() -> None:
     bus = Coordinator("0.0")
     assert bus.arrive("1.0", mode=RolloutMode.OBSERVED) == Desired()
     bus.sync()
@@ -186,7 +186,7 @@ def test_the_version_of_a_replica_that_is_only_observed_is_not_known() -> None:
     assert fleet.replicas[0].state == "observed, weights step-3, paused"
 
 
-def test_a_command_to_observers_alone_was_for_nobody() -> None:
+def test_a_command_to_observers_alone_was_for_no_agent() -> None:
     bus = Coordinator(settings=OBSERVING)
     bus.arrive("0.0", mode=RolloutMode.OBSERVED)
     bus.issue(EngineCommand(operation="pause"))

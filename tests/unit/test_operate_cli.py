@@ -264,7 +264,7 @@ def test_an_agent_rejects_wrong_engine_options_before_it_starts(args: tuple[str,
     assert "Traceback" not in done.stderr
 
 
-def test_a_place_is_retired_only_if_nobody_is_there(plane: ControlPlane) -> None:
+def test_a_place_is_retired_only_if_no_agent_is_there(plane: ControlPlane) -> None:
     env = {"ROLLOUTCTL_BUS": plane.address}
     refused = typed("retire", "0", "0.1", env=env)
     assert refused.returncode != 0 and "agent 0.0, 0.1 is running: stop it first" in refused.stderr

@@ -7,6 +7,7 @@ from schemas.commands import EngineCommand, EpochStart, Finish, Npu, ProfileComm
 from schemas.desired import Desired, ProfileSession
 from schemas.events import (
     Answer,
+    Call,
     CheckProfile,
     CollectTraces,
     Effect,
@@ -28,7 +29,7 @@ from schemas.events import (
 from schemas.identity import Identity, Operation
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped, Trace
 from schemas.selection import trace_directory
-from tests.unit.machines import PRESENT, SECOND, START, STOP, agent, answers, carry_out, command, fold, sync
+from tests.unit.machines import PRESENT, SECOND, START, STOP, agent, answers, carry_out, command, fold, performed, sync
 from workers.machine.readiness import in_sync
 from workers.machine.state import AgentState
 
@@ -44,13 +45,13 @@ def outcome_of(state: AgentState, body: ProfileCommand | EngineCommand, **how: o
     return answer.outcome
 
 
-def calls_for(state: AgentState, body: ProfileCommand, seq: int = 1) -> list[object]:
+def calls_for(state: AgentState, body: ProfileCommand, seq: int = 1) -> list[Call]:
     """Return the calls that the command leads to at once."""
     _, effects = fold(state, command(body, seq))
-    return [effect.call for effect in effects if isinstance(effect, Perform)]
+    return performed(effects)
 
 
-# --- who takes part ---------------------------------------------------------------------------------------------------
+# --- which take part --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ CHECK = ProfileCommand(action="check", step=3, plan=ProfilePlan(steps=frozenset(
 def test_a_check_asks_the_engine_and_changes_nothing() -> None:
     before = agent()
     state, effects = fold(before, command(CHECK))
-    assert [effect.call for effect in effects if isinstance(effect, Perform)] == [CheckProfile(CHECK.plan)]
+    assert performed(effects) == [CheckProfile(CHECK.plan)]
     state, effects = fold(state, EngineReturned(at_ms=1, call_id=1, result=Returned(), observation=PRESENT))
     assert answers(effects)[0].outcome == Acted(calls=("check_profile",))
     assert (state.desired, state.suppressed, state.engine) == (before.desired, before.suppressed, before.engine)
@@ -244,7 +245,7 @@ def late_stop() -> AgentState:
 
 
 def finished(effects: list[Effect]) -> bool:
-    return [effect.call for effect in effects if isinstance(effect, Perform)] == calls_for(agent(), FINISH)
+    return performed(effects) == calls_for(agent(), FINISH)
 
 
 def test_a_finish_waits_for_the_last_trace() -> None:

@@ -53,7 +53,7 @@ def test_a_trainer_that_jumps_leaves_no_session_open() -> None:
 
 
 def test_steps_of_a_single_plan_are_separate_sessions() -> None:
-    """The step that a session is named after decides who takes part in it."""
+    """The step that a session is named after decides which plans take part in it."""
     actor = ProfilePlan(steps=frozenset({3, 4, 9}))
     config = ProfilerConfig(steps=(1, 2, 3, 4, 5), continuous=True, roles={"actor": actor})
     assert walk(config, [1, 2, 3, 4, 5]) == [

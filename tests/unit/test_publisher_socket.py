@@ -1,4 +1,4 @@
-"""The socket that publishes: who is cut off, and who is not."""
+"""The socket that publishes: which peers are cut off, and which are not."""
 
 import anyio
 import pytest

@@ -31,7 +31,7 @@ from schemas.events import (
 )
 from schemas.identity import Memory, Operation, RolloutMode, Tag
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
-from tests.unit.machines import PRESENT, PRIMARY, agent, answers, command, fold, manifest
+from tests.unit.machines import PRESENT, PRIMARY, agent, answers, called, command, fold, manifest
 from workers.link.heartbeat import status_of
 from workers.machine.decide import decide, next_deadline
 from workers.machine.readiness import in_sync, is_ready, trouble
@@ -49,10 +49,6 @@ def phase(name: str, version: int = 7, source: Pushed | Broadcast | Checkpoint =
     if name in ("prepare", "commit"):
         return WeightSync(phase="prepare" if name == "prepare" else "commit", version=version, source=source)
     return WeightSync(phase="load" if name == "load" else "abort", version=version)
-
-
-def calls(effects: list[Effect]) -> list[str]:
-    return [call_name(effect.call) for effect in effects if isinstance(effect, Perform)]
 
 
 def outcomes(effects: list[Effect]) -> list[Outcome]:
@@ -277,7 +273,7 @@ def test_the_skip_that_ends_a_wait_is_written_first_since_a_restart_could_find_t
 
 @pytest.mark.parametrize("memory", ["agent", "trainer"])
 def test_a_missed_push_is_no_success_of_an_engine_that_can_not_sleep_as_desired(memory: Memory) -> None:
-    """Nobody wakes it before the next sync, so it does not wait for its weights either."""
+    """Nothing wakes it before the next sync, so it does not wait for its weights either."""
     seen = replace(LABELLED, label="6", version=6)
     if memory == "agent":
         seen = replace(seen, operations=seen.operations - {Operation.SLEEP, Operation.WAKE})
@@ -341,11 +337,11 @@ def test_a_trainer_that_dies_during_a_push_leaves_nothing_paused_that_is_whole()
 def test_an_engine_that_can_not_be_read_after_an_abort_is_out_of_service() -> None:
     run = on_old().issue(phase("prepare"))
     state, effects = fold(run.state, command(phase("abort"), 2))
-    assert calls(effects) == ["observe"] and state.activity is not None
+    assert called(effects) == ["observe"] and state.activity is not None
     silent = EngineReturned(at_ms=1, call_id=state.activity.call_id, result=Returned(), observation=None)
     state, effects = fold(state, silent)
     assert "did not say what it holds" in failure(outcomes(effects)[-1], ErrorKind.ENGINE_ERROR)
-    assert calls(effects) == [] and not in_sync(state)
+    assert called(effects) == [] and not in_sync(state)
 
 
 @pytest.mark.parametrize(("operation", "expected"), [("flush", ("flush",)), ("resume", ())])

@@ -8,8 +8,8 @@ from schemas.commands import Checkpoint, ProfilePlan, Pushed, WeightSync
 from schemas.desired import ALL_TAGS, Committed, Desired, ProfileSession
 from schemas.identity import Identity, OnLostBus, Operation
 from schemas.wire import encode
-from tests.unit.machines import PRESENT, PRIMARY, SECOND, agent, carry_out, command, fault, fold, sync
-from tests.unit.test_machine_lives import FLUSH, PAUSE, PAUSED, RESUME, V1, names, observed, snapshot
+from tests.unit.machines import PRESENT, PRIMARY, SECOND, agent, called, carry_out, command, fault, fold, observed, sync
+from tests.unit.test_machine_lives import FLUSH, PAUSE, PAUSED, RESUME, V1, snapshot
 from workers.link.heartbeat import status_of
 from workers.machine.decide import next_deadline
 from workers.machine.readiness import is_ready, is_wedged, trouble
@@ -35,7 +35,7 @@ def test_a_heartbeat_says_what_call_is_in_flight_and_since_when_and_nothing_more
 
 def test_a_replica_that_cannot_load_what_is_committed_is_reported_as_it_is() -> None:
     state, effects = fold(agent(), snapshot(Desired(committed=V1), 3))
-    assert names(effects) == ["check_source"]
+    assert called(effects) == ["check_source"]
     state, effects = fault(state, "It is not there.", PRESENT)
     state, _, seen = carry_out(state, effects)
     assert not seen.generating
@@ -52,7 +52,7 @@ def test_a_replica_that_was_told_not_to_serve_is_not_ready_and_not_in_trouble(se
     assert not status.ready and status.trouble == "" and status.held and "not ready" not in status.condition()
 
 
-def test_a_replica_whose_resume_failed_says_whom_it_waits_for() -> None:
+def test_a_replica_whose_resume_failed_says_what_it_waits_for() -> None:
     state, _ = fold(agent(desired=Desired(generation="paused"), seen=PAUSED), command(RESUME, 1))
     state, _ = fault(state, "No.", PAUSED)
     status = status_of(state)
@@ -100,9 +100,9 @@ def test_a_replica_that_is_to_pause_without_a_bus_resumes_by_a_bus_alone() -> No
     assert calls == ["observe", "pause"] and not state.engine.generating
     for event in (events.HeadSeen(at_ms=10, epoch=1, seq=1), command(FLUSH, 2), events.LeaseExpired(at_ms=20)):
         state, effects = fold(state, event)
-        assert names(effects) == []
+        assert called(effects) == []
     _, effects = fold(state, snapshot(seq=2))
-    assert names(effects) == ["resume"]
+    assert called(effects) == ["resume"]
 
 
 def test_without_a_bus_the_pause_comes_after_the_end_of_what_the_trainer_left_open() -> None:
@@ -132,7 +132,7 @@ def test_a_replica_that_reads_its_weights_again_without_a_bus_does_not_resume_ei
     state, effects = fold(state, command(WeightSync(phase="prepare", version=1, source=Pushed("step 1")), 1))
     state, _, seen = carry_out(state, effects, labelled)
     state, effects = fold(state, events.LeaseExpired(at_ms=9))
-    assert names(effects) == ["observe"]
+    assert called(effects) == ["observe"]
     state, calls, seen = carry_out(state, effects, seen)
     assert (len(calls), seen.generating, state.activity) == (1, False, None)
 

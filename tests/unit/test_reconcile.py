@@ -17,8 +17,6 @@ from workers.machine.weights import holds_weights, wanted_weights
 
 V1 = Committed(1, Checkpoint("v1"), None)
 V2 = Committed(2, Checkpoint("v2"), None)
-CHECK_1, LOAD_1 = CheckSource(Checkpoint("v1"), None, 1), Load(1, Checkpoint("v1"), None)
-CHECK_2, LOAD_2 = CheckSource(Checkpoint("v2"), None, 2), Load(2, Checkpoint("v2"), None)
 SESSION = ProfileSession(3, ProfilePlan())
 OTHER = ProfileSession(2, ProfilePlan())
 BOTH: frozenset[Tag] = frozenset({"weights", "kv_cache"})
@@ -327,7 +325,7 @@ def receiving(source: Broadcast, phase: str = "load") -> Desired:
 def test_a_broadcast_is_received_only_in_answer_to_its_own_load() -> None:
     ready = replace(PAUSED, checked=Committed(2, broadcast(), None))
     assert reconcile(receiving(broadcast()), ready, PRIMARY, load_commanded=True) == (Load(2, broadcast(), None),)
-    assert reconcile(receiving(broadcast()), ready, PRIMARY) == ()  # a restart in the middle: nobody would send to it
+    assert reconcile(receiving(broadcast()), ready, PRIMARY) == ()  # a restart in the middle: nothing is sent
 
 
 def test_a_broadcast_that_is_sent_once_more_is_received_by_those_that_have_it_too() -> None:

@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from queue import Queue
 from subprocess import Popen
+from typing import Any
 
 import pytest
 
 from schemas.errors import ConfigError, LogCorrupt, LogError, LogLocked
-from schemas.storage import checkpointer, database, filesystems
+from schemas.storage import checkpointer, database, filesystems, writer_lock
 from schemas.storage.checkpointer import Checkpointer
 from schemas.storage.filesystems import filesystem_type, is_network
 from schemas.storage.record_file import RecordFile
@@ -246,6 +247,24 @@ def test_a_second_writer_is_refused_until_the_first_closes(path: Path) -> None:
         assert file.last_position == 5
 
 
+@pytest.mark.parametrize("look", [1, 2])
+def test_a_writer_may_end_at_any_moment_while_another_one_opens(
+    path: Path, look: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.parent.mkdir(exist_ok=True)
+    beside, stat, looks = f"{path}-lock", os.stat, list[object]()
+
+    def stat_late(place: str, *arguments: Any, **options: Any) -> os.stat_result:
+        looks.extend([place] if place == beside else [])
+        if place == beside and len(looks) == look:
+            os.unlink(beside)  # which the writer does that ends
+        return stat(place, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", stat_late)
+    writer_lock.release(writer_lock.acquire(path))
+    assert looks and not Path(beside).exists()
+
+
 def test_a_failed_opening_releases_the_lock(path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(b"not a database, but long enough to look like one" * 100)
@@ -418,7 +437,7 @@ def test_a_thread_copies_the_log_and_commits_begin_it_anew(path: Path, checkpoin
     assert read(path) == records(1, last)
 
 
-def test_a_reader_that_holds_its_place_holds_up_nobody(path: Path, checkpoints: "Queue[tuple[int, int]]") -> None:
+def test_a_reader_that_holds_its_place_holds_up_nothing(path: Path, checkpoints: "Queue[tuple[int, int]]") -> None:
     with RecordFile.open(path) as file:
         fill(file, 10)
         reader = sqlite3.connect(path, isolation_level=None)

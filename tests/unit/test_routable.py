@@ -66,7 +66,7 @@ RULE: dict[str, tuple[tuple[bool, bool], tuple[Callable[[AgentState], AgentState
             engine(version=1, loaded=Committed(1, Checkpoint("other"), None)),
         ),
     ),
-    "weights that nobody committed": (OUT, (engine(version=1),)),
+    "weights that no sync committed": (OUT, (engine(version=1),)),
     "paused by a command": (KEPT, (agent_state(desired=Desired(generation="paused")), engine(generating=False))),
     "paused, about to resume": (KEPT, (engine(generating=False), under_way(Resume()))),
     "sync is prepared, not paused yet": (KEPT, (agent_state(desired=PREPARING),)),

@@ -99,6 +99,13 @@ def test_a_record_stays_small_whatever_is_counted() -> None:
         counts.add(Provenance((TokenSpan(0, 2, str(version), version, 0, "proven"),)), accepted=True)
     taken = counts.take()
     assert len(taken) == KINDS_MAX + 1 and sum(count.tokens for count in taken) == 4 * KINDS_MAX
+    assert {(count.staleness, count.proof) for count in taken} == {(0, "proven")}, "which I15 goes by"
+    assert (taken[-1].version, taken[-1].tokens) == (None, 2 * KINDS_MAX)
+    shown = format_bus_event(SamplesCounted(at_us=0, at_ns=0, step=1, counts=taken[-1:]))
+    assert shown == "samples; other versions, 0 behind, proven: 256 accepted, 512 tokens"
+    for staleness in range(4 * KINDS_MAX):
+        counts.add(Provenance((TokenSpan(0, 2, "1", 1, staleness, "proven"),)), accepted=True)
+    assert len(counts.take()) == 2 * KINDS_MAX + 1
     assert counts.take() == ()
 
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from controlplane import ControlPlane
 from controlplane.machine.fleet_view import FleetView
-from controlplane.machine.replicas import all_serve, not_ready_reasons, oldest_version, proven_replicas
+from controlplane.machine.replicas import all_serve, needed_weights, not_ready_reasons, proven_replicas
 from controlplane.machine.status import fleet_status
 from schemas import errors
 from schemas.agent_status import AgentStatus
@@ -123,19 +123,19 @@ def test_an_answer_of_an_agent_that_has_not_joined_again_proves_nothing_of_the_s
     assert proven.serving == {1: 3} and proven.unproven == {0}
 
 
-def test_the_oldest_version_is_that_of_whom_a_later_sync_did_not_name() -> None:
+def test_a_replica_that_later_syncs_did_not_name_still_needs_its_checkpoint() -> None:
     bus = Coordinator("0.0", "1.0")
-    assert oldest_version(bus.state) == 0
-    for version, replicas in ((1, None), (2, {0}), (3, None)):
-        bus.sync(version, target=Target(replicas=frozenset(replicas) if replicas else None))
-        assert oldest_version(bus.state) == max(0, min(version - 1, 1))  # until it is committed
+    assert needed_weights(bus.state) == frozenset()
+    for version, replicas, needed in ((1, None, "1"), (2, {0}, "12"), (3, None, "123")):
+        bus.sync(version, target=Target(replicas=frozenset(replicas) if replicas else None), path=str(version))
+        assert needed_weights(bus.state) == frozenset(needed)  # until it is committed
         for _ in range(3):
             bus.answer(a0_0=DONE, a1_0=DONE if replicas is None else Skipped(Reason.NOT_TARGETED))
         if version == 2:
             bus.lose("1.0", at_us=SECOND_US)
-            assert oldest_version(bus.state) == 1  # it comes back to what was committed for it
+            assert needed_weights(bus.state) == {"1", "2"}  # it comes back to what was committed for it
             bus.arrive("1.0")
-    assert oldest_version(bus.state) == 3
+    assert needed_weights(bus.state) == {"3"}
 
 
 def test_an_agent_that_is_away_is_named_and_not_waited_for() -> None:
@@ -190,7 +190,7 @@ def test_the_status_shows_unproven_and_absent_agents_first() -> None:
     assert status(bus).unproven == (0, 2) and "0.0: gone for 30 s (was v1, generating)" in str(status(bus))
 
 
-def test_nobody_is_unproven_before_anything_is_committed() -> None:
+def test_no_replica_is_unproven_before_anything_is_committed() -> None:
     bus = Coordinator("0.0")
     bus.lose("0.0")
     assert proven_replicas(bus.state).unproven == frozenset()
@@ -229,7 +229,7 @@ def test_a_replica_serves_what_it_has_just_committed_before_its_next_heartbeat()
     }
 
 
-def test_during_a_sync_nobody_is_proven_to_serve_until_it_has_committed() -> None:
+def test_during_a_sync_no_replica_is_proven_to_serve_until_it_has_committed() -> None:
     bus = serving()
     bus.sync(2)
     for _ in range(2):

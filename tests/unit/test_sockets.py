@@ -52,7 +52,7 @@ async def test_the_sender_of_the_last_message_can_be_cut_off(context: Context, t
         agent_dealer(context, router.address) as stays,
         agent_dealer(context, router.address) as goes,
     ):
-        router.cut_off_sender()  # nobody yet
+        router.cut_off_sender()  # no peer yet
         connections = []
         for dealer in (stays, goes):
             await dealer.send([b"hello"])

@@ -1,4 +1,4 @@
-"""What failed is not carried out later, and what failed for others takes nothing away from anybody."""
+"""What failed is not carried out later, and what failed for others takes nothing away."""
 
 import pytest
 from msgspec.structs import replace
@@ -7,7 +7,20 @@ from schemas import events
 from schemas.commands import Checkpoint, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
 from schemas.desired import ALL_TAGS, Desired, ProfileSession, Syncing
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
-from tests.unit.machines import PRESENT, START, agent, answers, carry_out, command, fault, fold, looked, sync
+from tests.unit.machines import (
+    PRESENT,
+    START,
+    agent,
+    answers,
+    called,
+    carry_out,
+    command,
+    fault,
+    fold,
+    looked,
+    observed,
+    sync,
+)
 from tests.unit.test_machine_lives import (
     FLUSH,
     PAUSE,
@@ -17,8 +30,6 @@ from tests.unit.test_machine_lives import (
     V1,
     WAKE,
     error,
-    names,
-    observed,
     snapshot,
 )
 from workers.machine.readiness import in_sync, is_ready
@@ -44,9 +55,9 @@ def test_a_stop_of_another_step_leaves_the_session_open() -> None:
     state, _ = profiling(7)
     state, effects = fold(state, command(ProfileCommand(action="stop", step=5), 2))
     assert [answer.outcome for answer in answers(effects)] == [Skipped(Reason.NOT_PROFILING)]
-    assert names(effects) == [] and state.desired.profile is not None and state.desired.profile.step == 7
+    assert called(effects) == [] and state.desired.profile is not None and state.desired.profile.step == 7
     state, effects = fold(state, command(ProfileCommand(action="stop", step=7), 3))
-    assert names(effects) == ["stop_profile"]
+    assert called(effects) == ["stop_profile"]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +76,7 @@ def test_an_expired_command_that_asks_nothing_of_this_replica_leaves_its_session
     state, _ = profiling(7)
     state, effects = fold(state, command(late, 2, ttl_ms=0, target=target))
     assert [(answer.rule, answer.outcome) for answer in answers(effects)] == [(4, Skipped(Reason.EXPIRED))]
-    assert names(effects) == [] and state.engine.session is not None
+    assert called(effects) == [] and state.engine.session is not None
 
 
 def test_an_expired_start_of_another_step_ends_the_session_and_opens_none() -> None:
@@ -82,16 +93,16 @@ def test_a_session_that_failed_to_open_is_not_opened_by_the_stop_of_another_step
         (ProfileCommand(action="stop", step=5), replace(START, plan=ProfilePlan(enabled=False))), 2
     ):
         state, effects = fold(state, command(body, seq))
-        assert names(effects) == []
+        assert called(effects) == []
     _, effects = fold(state, command(replace(START, step=7), 4))
-    assert names(effects) == ["start_profile"]
+    assert called(effects) == ["start_profile"]
 
 
 def test_the_late_failure_of_one_session_does_not_give_up_the_next() -> None:
     state, _ = fold(agent(), command(replace(START, step=3), 1, ttl_ms=50), events.Tick(at_ms=50))
     state, _ = fold(state, snapshot(Desired(profile=ProfileSession(4, ProfilePlan())), 2))
     state, effects = fault(state, "No.", PRESENT)
-    assert names(effects) == ["start_profile"]
+    assert called(effects) == ["start_profile"]
 
 
 def test_a_session_that_came_too_late_for_a_launching_engine_is_not_opened_when_it_is_up() -> None:
@@ -99,7 +110,7 @@ def test_a_session_that_came_too_late_for_a_launching_engine_is_not_opened_when_
     state, effects = fold(state, command(START, 1, ttl_ms=50), events.Tick(at_ms=50))
     assert error(answers(effects)[0].outcome) is ErrorKind.ENGINE_NOT_READY
     _, effects = fold(state, observed())
-    assert names(effects) == []
+    assert called(effects) == []
 
 
 # --- engine commands --------------------------------------------------------------------------------------------------
@@ -133,22 +144,22 @@ def test_a_command_that_was_answered_as_failed_is_not_carried_out_later(
     state, effects = fold(state, command(failing, 2, at_ms=60))
     assert error(answers(effects)[0].outcome) is ErrorKind.ENGINE_BUSY
     state, effects = fold(state, events.EngineReturned(at_ms=99, call_id=1, result=events.Returned(), observation=seen))
-    assert names(effects) == []
+    assert called(effects) == []
     state, effects = fold(state, command(PAUSE, 3, at_ms=100, target=Target(replicas=frozenset({9}))))
-    assert names(effects) == []  # nor when a command for others lets it reconcile again
+    assert called(effects) == []  # nor when a command for others lets it reconcile again
 
 
 def test_a_failed_command_is_carried_out_when_it_is_asked_for_again() -> None:
     state, _ = fold(overdue_flush(), command(PAUSE, 2, at_ms=60))
     state, _ = fold(state, events.EngineReturned(at_ms=99, call_id=1, result=events.Returned(), observation=PRESENT))
     _, effects = fold(state, command(PAUSE, 3, at_ms=100))
-    assert names(effects) == ["pause"]
+    assert called(effects) == ["pause"]
 
 
 def test_a_failed_resume_is_made_good_by_the_next_commit() -> None:
     state, effects = fold(agent(desired=Desired(generation="paused"), seen=PAUSED), command(RESUME, 1))
     state, effects = fault(state, "No.", PAUSED)
-    assert error(answers(effects)[0].outcome) is ErrorKind.ENGINE_ERROR and names(effects) == []
+    assert error(answers(effects)[0].outcome) is ErrorKind.ENGINE_ERROR and called(effects) == []
     seen = PAUSED
     for seq, phase in enumerate(("prepare", "load", "commit"), 2):
         state, effects = fold(state, command(sync(phase), seq))
@@ -161,16 +172,16 @@ def test_a_sleep_that_fails_half_way_is_taken_back() -> None:
     state, _ = fold(state, events.EngineReturned(at_ms=1, call_id=1, result=events.Returned(), observation=PAUSED))
     state, effects = fault(state, "No.", PAUSED)
     assert error(answers(effects)[0].outcome) is ErrorKind.ENGINE_ERROR
-    assert names(effects) == ["resume"]
+    assert called(effects) == ["resume"]
 
 
 def test_a_failed_sleep_of_one_tag_is_not_made_good_by_a_wake_of_another() -> None:
     both = replace(PAUSED, asleep=frozenset({"kv_cache"}))
     state = agent(seen=both, desired=Desired(asleep=frozenset({"kv_cache"})))
     state, effects = fold(state, command(EngineCommand(operation="sleep", tags=frozenset({"weights"})), 1))
-    assert names(effects) == ["sleep"]
+    assert called(effects) == ["sleep"]
     state, effects = fault(state, "No.", both)
-    assert names(effects) == []
+    assert called(effects) == []
     state, effects = fold(state, command(EngineCommand(operation="wake", tags=frozenset({"kv_cache"})), 2))
     _, calls, seen = carry_out(state, effects, both)
     assert "sleep" not in [call_name(call) for call in calls] and seen.generating and not seen.asleep
@@ -181,9 +192,9 @@ def test_a_sync_wakes_what_no_wake_could_because_its_weights_could_not_be_loaded
     gone = replace(PAUSED, asleep=ALL_TAGS)
     state = agent(seen=gone, desired=Desired(committed=V1, asleep=ALL_TAGS, discard=True))
     state, effects = fold(state, command(WAKE, 1))
-    assert names(effects) == ["check_source"]
+    assert called(effects) == ["check_source"]
     state, effects = fault(state, "It is not there.", gone)
-    assert isinstance(answers(effects)[0].outcome, Failed) and names(effects) == [] and in_sync(state)
+    assert isinstance(answers(effects)[0].outcome, Failed) and called(effects) == [] and in_sync(state)
     seen = gone
     for seq, phase in enumerate(("prepare", "load", "commit"), start=2):
         state, effects = fold(state, command(sync(phase, 2), seq))
@@ -197,7 +208,7 @@ def test_a_sync_for_which_the_memory_can_not_be_woken_leaves_it_asleep() -> None
     state = agent(seen=gone, desired=Desired(committed=V1, asleep=ALL_TAGS))
     state, _ = fold(state, command(WAKE, 1))
     state, effects = fault(state, "The trainer has it.", gone)
-    assert names(effects) == [] and in_sync(state)
+    assert called(effects) == [] and in_sync(state)
     state, effects = fold(state, command(sync("prepare", 2), 2))
     while state.activity is not None and call_name(state.activity.calls[0]) != "wake":
         done = events.EngineReturned(
@@ -207,14 +218,14 @@ def test_a_sync_for_which_the_memory_can_not_be_woken_leaves_it_asleep() -> None
         effects += more
     state, more = fault(state, "The trainer has it.", gone)
     assert isinstance(answers([*effects, *more])[0].outcome, Failed)
-    assert names(more) == [] and in_sync(state) and still_desired(state.desired, state.suppressed).asleep == ALL_TAGS
+    assert called(more) == [] and in_sync(state) and still_desired(state.desired, state.suppressed).asleep == ALL_TAGS
 
 
 def test_an_engine_without_a_tokenizer_is_not_paused_late_either() -> None:
     state, effects = fold(agent(seen=replace(PRESENT, tokenizer="absent")), command(PAUSE, 1))
     assert error(answers(effects)[0].outcome) is ErrorKind.TOKENIZER_MISSING
     _, effects = fold(state, observed())
-    assert names(effects) == []
+    assert called(effects) == []
 
 
 def test_a_launching_engine_is_paused_as_soon_as_it_is_up() -> None:
@@ -222,7 +233,7 @@ def test_a_launching_engine_is_paused_as_soon_as_it_is_up() -> None:
     state, effects = fold(state, command(PAUSE, 1, ttl_ms=50), events.Tick(at_ms=50))
     assert error(answers(effects)[0].outcome) is ErrorKind.ENGINE_NOT_READY
     _, effects = fold(state, observed())
-    assert names(effects) == ["pause"]
+    assert called(effects) == ["pause"]
 
 
 @pytest.mark.parametrize(
@@ -233,11 +244,11 @@ def test_a_launching_engine_is_paused_as_soon_as_it_is_up() -> None:
 def test_a_failed_resume_is_made_good_when_the_desired_state_is_given_anew(event: events.Event) -> None:
     state, _ = fold(agent(desired=Desired(generation="paused"), seen=PAUSED), command(RESUME, 1))
     state, effects = fault(state, "No.", PAUSED)
-    assert names(effects) == [] and state.suppressed.generation == "paused"
+    assert called(effects) == [] and state.suppressed.generation == "paused"
     state, effects = fold(state, event)
     if isinstance(event, events.LeaseExpired):
         state, effects = looked(state, effects, PAUSED)
-    assert names(effects) == ["resume"]
+    assert called(effects) == ["resume"]
 
 
 def test_a_pause_that_was_refused_in_a_sync_changes_nothing_after_it() -> None:
@@ -263,7 +274,7 @@ def refused_files() -> AgentState:
     """Return an agent that joined while version 2 was prepared, and found that its files are not there."""
     preparing = Desired(committed=V1, sync=Syncing(2, Checkpoint("v2"), None, "abort", phase="prepare"))
     state, effects = fold(agent(seen=ON_V1, desired=Desired(committed=V1)), snapshot(preparing, seq=4))
-    assert names(effects) == ["check_source"] and state.activity is not None
+    assert called(effects) == ["check_source"] and state.activity is not None
     refused = events.Fault("source_refused", "It is not there.")
     returned = events.EngineReturned(at_ms=1, call_id=state.activity.call_id, result=refused, observation=ON_V1)
     state, effects = fold(state, returned)
@@ -275,22 +286,24 @@ def test_a_replica_that_finds_no_files_when_it_joins_a_sync_goes_on_until_the_ot
     state = refused_files()
     assert is_ready(state), "its engine was not touched, and the sync may still be aborted"
     state, effects = fold(state, command(sync("abort", 2), 5))
-    assert names(effects) == [] and is_ready(state)
+    assert called(effects) == [] and is_ready(state)
 
 
 def test_a_replica_that_found_no_files_is_paused_before_others_serve_and_out_once_they_do() -> None:
     state, effects = fold(refused_files(), command(sync("load", 2), 5))
     assert error(answers(effects)[0].outcome) is ErrorKind.NO_SUCH_SYNC
-    assert names(effects) == ["pause"] and not is_ready(state)
+    assert called(effects) == ["pause"] and not is_ready(state)
     loading, _, paused = carry_out(state, effects, ON_V1)
     back, effects = fold(loading, command(sync("abort", 2), 6))
     back, calls, _ = carry_out(back, effects, paused)
     assert [call_name(call) for call in calls] == ["resume"] and is_ready(back)
     state, effects = fold(loading, command(sync("commit", 2), 6))
-    assert names(effects) == ["check_source"]
+    assert called(effects) == ["check_source"]
     state, effects = fault(state, "no", paused)
     assert (
-        names(effects) == [] and not is_ready(state) and still_desired(state.desired, state.suppressed).quarantined == 2
+        called(effects) == []
+        and not is_ready(state)
+        and still_desired(state.desired, state.suppressed).quarantined == 2
     )
 
 
@@ -301,9 +314,9 @@ def test_the_abort_of_a_later_sync_lifts_no_older_quarantine(loads: bool) -> Non
     if loads:
         state, _ = fold(state, command(sync("load", 2), 2))
         state, effects = fault(state, "No such file.", PAUSED)
-        assert names(effects) == []
+        assert called(effects) == []
     state, effects = fold(state, command(sync("abort", 2), state.seq + 1))
-    assert state.suppressed.quarantined == 1 and names(effects) == []
+    assert state.suppressed.quarantined == 1 and called(effects) == []
 
 
 # --- the end of an agent ----------------------------------------------------------------------------------------------
@@ -311,12 +324,12 @@ def test_the_abort_of_a_later_sync_lifts_no_older_quarantine(loads: bool) -> Non
 
 def test_an_agent_that_is_asked_to_end_awaits_the_call_in_flight_and_begins_no_other() -> None:
     state, effects = fold(agent(), command(SLEEP, 1), command(FLUSH, 2))
-    assert names(effects) == ["pause"]
+    assert called(effects) == ["pause"]
     state, effects = fold(state, events.Stopping(at_ms=5), command(RESUME, 3), events.Tick(at_ms=9999))
     assert effects == []
     returned = events.EngineReturned(at_ms=6, call_id=1, result=events.Returned(), observation=PAUSED)
     state, effects = fold(state, returned)
-    assert names(effects) == [] and state.activity is None and not state.engine.generating
+    assert called(effects) == [] and state.activity is None and not state.engine.generating
     (answer,) = answers(effects)
     assert (
         answer.seq == 1 and error(answer.outcome) is ErrorKind.UNKNOWN and "sleep was not begun" in str(answer.outcome)

@@ -70,7 +70,7 @@ def test_an_abort_lifts_the_quarantine_of_its_own_sync() -> None:
     assert quarantined_replicas(bus.state) == frozenset()
 
 
-def test_of_a_replica_in_quarantine_that_failed_the_abort_nobody_knows_that_it_is_out_of_service() -> None:
+def test_of_a_replica_in_quarantine_that_failed_the_abort_it_is_not_known_that_it_is_out_of_service() -> None:
     bus = fleet()
     bus.sync(1)
     run_phases(bus, ALL, BUT_2, ALL)
@@ -108,7 +108,7 @@ def test_an_abort_that_was_not_carried_out_proves_nothing(reason: Outcome) -> No
     assert aborted_with(reason).unproven == (2,)
 
 
-def test_of_a_replica_that_could_not_be_paused_nobody_knows_that_it_is_out_of_service() -> None:
+def test_of_a_replica_that_could_not_be_paused_it_is_not_known_that_it_is_out_of_service() -> None:
     bus = fleet()
     bus.sync(1)
     run_phases(bus, BUT_2, BUT_2, BUT_2)
@@ -126,7 +126,7 @@ def test_a_replica_that_a_commit_quarantines_has_not_loaded_though_it_carried_ou
     assert proven_replicas(bus.state).unproven == {2}
 
 
-def test_a_sync_that_nobody_failed_says_why_it_was_aborted_and_for_whom() -> None:
+def test_a_sync_that_no_agent_failed_says_why_it_was_aborted_and_for_which() -> None:
     bus = fleet()
     bus.sync(1)
     run_phases(bus, dict.fromkeys("012", Skipped(Reason.EXPIRED)), ALL)
@@ -265,7 +265,7 @@ def test_a_replica_that_joins_a_paused_fleet_is_stopped_by_the_same_order() -> N
     assert stops(bus) == [], "a new trainer resumes what an earlier one left paused"
 
 
-def test_who_waits_for_the_agents_is_told_who_stopped_one() -> None:
+def test_a_trainer_that_waits_for_the_agents_is_told_what_stopped_one() -> None:
     bus = paused_by_hand()
     bus.status("2.0", AgentStatus(ready=False, tokenizer="present"), at_us=1)
     assert not_ready_reasons(bus.state, 0)["2.0"] == f"it does not serve: v0, paused; {PAUSED_2}"

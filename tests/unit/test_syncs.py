@@ -83,7 +83,7 @@ def test_a_label_is_not_used_for_other_bytes() -> None:
         "engines may have the label 'step 7' for other weights, which were pushed as version 1. Take another label. "
         "Nothing was published"
     )
-    assert pushed(bus, 4, "step 7") == "", "nobody can tell: agents that hold the earlier ones do not take its word"
+    assert pushed(bus, 4, "step 7") == "", "nothing can tell: agents that hold the earlier ones do not take its word"
 
 
 @pytest.mark.parametrize(("contents", "doubted"), [((None, None), True), (("a", None), True), (("a", "a"), False)])
@@ -128,7 +128,7 @@ def test_it_stays_used_when_the_trainer_restarts() -> None:
     assert bus.refused and bus.published == []
 
 
-def test_a_version_that_nobody_was_told_to_load_may_be_used_for_other_weights() -> None:
+def test_a_version_that_no_agent_was_told_to_load_may_be_used_for_other_weights() -> None:
     bus = fleet()
     bus.sync(1, path="a")
     run_phases(bus, ONLY_0, ALL)
@@ -177,7 +177,7 @@ def test_a_sender_that_raises_ends_the_load_phase_at_once_and_the_report_says_wh
 def test_a_late_or_foreign_failure_to_send_changes_nothing() -> None:
     bus = fleet()
     ticket = bus.sync(1)
-    bus.send_failed(ticket)  # before anybody loads, there is nothing that waits
+    bus.send_failed(ticket)  # before any replica loads, there is nothing that waits
     assert phase_of(bus) == "prepare"
     run_phases(bus, ALL)
     bus.send_failed(ticket + 7)
@@ -197,7 +197,7 @@ def phase_of(bus: Coordinator) -> str | None:
 def test_a_sender_that_returned_leaves_the_load_phase_a_short_time() -> None:
     bus = fleet()
     ticket = bus.sync(1)
-    bus.send_returned(ticket)  # nobody loads yet
+    bus.send_returned(ticket)  # no replica loads yet
     run_phases(bus, ALL)
     bus.send_returned(ticket + 7)
     assert deadline_us(bus) == 30 * SECOND_US
@@ -209,7 +209,7 @@ def test_a_sender_that_returned_leaves_the_load_phase_a_short_time() -> None:
     bus.send_returned(ticket, at_us=12 * SECOND_US)
     assert deadline_us(bus) == 41 * SECOND_US
     bus.answer(a0_0=DONE, a1_0=DONE)
-    assert (bus.synced[0].loaded, bus.synced[0].unproven) == ((0, 1), (2,)), "nobody waits for the engine that does"
+    assert (bus.synced[0].loaded, bus.synced[0].unproven) == ((0, 1), (2,)), "no phase waits for the engine that does"
 
 
 def test_a_sender_that_returned_without_having_sent_ends_the_sync_though_the_engines_go_on_waiting() -> None:

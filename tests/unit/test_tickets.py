@@ -1,4 +1,4 @@
-"""A ticket ends once, for everybody who waits for it: threads, tasks and callbacks."""
+"""A ticket ends once, for all that wait for it: threads, tasks and callbacks."""
 
 import threading
 

@@ -17,13 +17,12 @@ from schemas.events import (
     MachineSettings,
     Observation,
     Observe,
-    Perform,
     Returned,
     SnapshotReceived,
     Started,
 )
 from schemas.outcomes import Acted, ErrorKind, Failed, Skipped
-from tests.unit.machines import PRESENT, PRIMARY, START, answers, carry_out, command, fold, sync
+from tests.unit.machines import PRESENT, PRIMARY, START, answers, called, carry_out, command, fold, observed, sync
 from workers.link.heartbeat import status_of
 from workers.machine.readiness import in_sync, is_ready
 from workers.machine.state import AgentState, call_name
@@ -49,14 +48,6 @@ def started(*events: Event, seen: Observation = SERVING, desired: Desired | None
     return state
 
 
-def observed(seen: Observation) -> EngineObserved:
-    return EngineObserved(at_ms=1, observation=seen)
-
-
-def calls(effects: list[Effect]) -> list[str]:
-    return [call_name(effect.call) for effect in effects if isinstance(effect, Perform)]
-
-
 @pytest.mark.parametrize("asleep", [ASLEEP, PAUSED_ASLEEP])
 def test_a_replica_whose_memory_the_trainer_has_released_stays_ready_and_is_left_alone(asleep: Observation) -> None:
     state = started()
@@ -77,7 +68,7 @@ def test_without_the_flag_the_agent_wakes_what_it_did_not_release() -> None:
         SnapshotReceived(at_ms=0, epoch=1, seq=0, desired=Desired(committed=V1)),
     )
     state, effects = fold(state, observed(ASLEEP), HEARD)
-    assert calls(effects) == ["wake"] and not is_ready(state)
+    assert called(effects) == ["wake"] and not is_ready(state)
 
 
 @pytest.mark.parametrize("operation", ["sleep", "wake"])
@@ -88,7 +79,7 @@ def test_sleep_and_wake_commands_are_refused(operation: Literal["sleep", "wake"]
     (answer,) = answers(effects)
     assert isinstance(answer.outcome, Failed) and answer.rule == 9
     assert answer.outcome.error is ErrorKind.UNSUPPORTED and "memory=trainer" in answer.outcome.message
-    assert calls(effects) == [] and is_ready(state)
+    assert called(effects) == [] and is_ready(state)
 
 
 def test_a_pause_that_is_not_the_trainers_sleep_is_undone() -> None:
@@ -108,7 +99,7 @@ def test_a_sync_goes_on_while_the_trainer_moves_memory() -> None:
         returned = EngineReturned(at_ms=1, call_id=state.activity.call_id, result=Returned(), observation=seen)
         state, more = fold(state, returned)
         effects += more
-    assert calls(effects) == ["check_source", "pause"]
+    assert called(effects) == ["check_source", "pause"]
     state, effects = fold(state, command(WeightSync(phase="load", version=2), 2))
     state, made, _ = carry_out(state, effects, seen)
     assert [call_name(call) for call in made] == ["observe", "load"]
@@ -124,18 +115,18 @@ def test_a_command_that_needs_released_memory_looks_again_first(operation: Liter
     state, effects = fold(state, command(EngineCommand(operation="pause")))
     state, _, _ = carry_out(state, effects, SERVING)
     state, effects = fold(state, observed(ASLEEP), command(EngineCommand(operation=operation), 2))
-    assert state.activity is not None and calls(effects) == ["observe"]
+    assert state.activity is not None and called(effects) == ["observe"]
 
     def seen(observation: Observation) -> list[Effect]:
         assert state.activity is not None
         returned = EngineReturned(at_ms=1, call_id=state.activity.call_id, result=Returned(), observation=observation)
         return fold(state, returned)[1]
 
-    assert calls(seen(replace(SERVING, generating=False))) == [operation]
+    assert called(seen(replace(SERVING, generating=False))) == [operation]
     effects = seen(ASLEEP)
     (answer,) = answers(effects)
     assert isinstance(answer.outcome, Failed) and answer.outcome.error is ErrorKind.WEIGHTS_ASLEEP
-    assert "take it back first" in answer.outcome.message and calls(effects) == []
+    assert "take it back first" in answer.outcome.message and called(effects) == []
 
 
 def test_nothing_is_called_without_a_command_while_the_memory_is_released() -> None:
@@ -143,14 +134,14 @@ def test_nothing_is_called_without_a_command_while_the_memory_is_released() -> N
     state = started(seen=replace(ASLEEP, version=0))
     assert state.activity is None and not in_sync(state)
     state, effects = fold(state, LeaseExpired(at_ms=2))
-    assert calls(effects) == []
+    assert called(effects) == []
     snapshot = SnapshotReceived(at_ms=3, epoch=1, seq=1, desired=Desired(committed=V1))
     state, effects = fold(state, snapshot, observed(replace(SERVING, version=0)))
     _, made, _ = carry_out(state, effects, replace(SERVING, version=0))
     assert [call_name(call) for call in made] == ["observe", "check_source", "pause", "load", "flush", "resume"]
 
 
-def test_a_call_that_nobody_commanded_waits_when_the_memory_turns_out_to_be_released() -> None:
+def test_a_call_without_a_command_waits_when_the_memory_turns_out_to_be_released() -> None:
     state = started(seen=replace(SERVING, version=0, generating=False))
     assert state.activity is not None and state.activity.calls == (Observe(),)
     state, effects = fold(
@@ -170,7 +161,7 @@ def test_what_the_bus_knows_to_sleep_does_not_keep_such_a_replica_from_serving()
 def test_a_relaunched_engine_is_still_one_whose_memory_is_the_trainers() -> None:
     state = started(observed(replace(PRESENT, instance="two")))
     state, effects = fold(state, observed(replace(ASLEEP, instance="two")))
-    assert "wake" not in calls(effects) and state.engine.asleep == frozenset()
+    assert "wake" not in called(effects) and state.engine.asleep == frozenset()
 
 
 def test_a_pause_is_answered_as_before() -> None:
@@ -191,15 +182,15 @@ def test_an_engine_that_cannot_be_read_before_it_resumes_is_called_for_nothing_a
     state, effects = fold(state, command(stops, 2))
     state, _, seen = carry_out(state, effects, seen)
     state, effects = fold(state, command(asks, 3))
-    assert calls(effects) == ["observe"]
+    assert called(effects) == ["observe"]
     unreadable = Observation(engine="tiny 1", tokenizer="unknown", trouble="it can't be read")
     returned = EngineReturned(at_ms=1, call_id=state.calls_made, result=Returned(), observation=unreadable)
     state, effects = fold(state, returned)
-    assert calls(effects) == [] and state.engine.session is not None
+    assert called(effects) == [] and state.engine.session is not None
     if isinstance(asks, EngineCommand):
         (answer,) = answers(effects)
         assert isinstance(answer.outcome, Failed) and answer.outcome.error is ErrorKind.ENGINE_ERROR
     else:
         state, effects = fold(state, observed(seen))  # once it can be read, no retry is waited for
         carry_out(state, effects, seen)
-        assert calls(effects) == ["observe", "resume"]
+        assert called(effects) == ["observe", "resume"]

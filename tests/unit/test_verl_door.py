@@ -415,7 +415,7 @@ def test_replicas_in_quarantine_get_no_requests_until_they_are_out(manager_class
     )
     manager = manager_class(None, happened, replicas, Bus(({3}, set()), (set(), {2}), ({2}, set())), servers)
     assert asyncio.run(manager.update_weights(4)) == {"bytes": 3}
-    assert balancer.servers == {"a": "A"} and happened == ["pushed 4"], "the commit resumes, and nobody else"
+    assert balancer.servers == {"a": "A"} and happened == ["pushed 4"], "the commit resumes, and nothing else"
     asyncio.run(manager.update_weights(5))
     assert balancer.servers == {"a": "A", "b": "B"} and happened[1:] == ["pushed 5", "resumed 2"]
     asyncio.run(manager.update_weights(6))

@@ -93,7 +93,7 @@ def test_an_engine_that_can_not_be_paused_is_not_given_other_weights() -> None:
     assert effects == [] and state.activity is None and not in_sync(state)
 
 
-def test_an_engine_that_can_load_nothing_stays_paused_with_weights_that_nobody_can_vouch_for() -> None:
+def test_an_engine_that_can_load_nothing_stays_paused_with_weights_that_nothing_vouches_for() -> None:
     engine = replace(
         agent(seen=KNOWN).engine, torn=True, generating=False, operations=KNOWN.operations - {Operation.LOAD}
     )

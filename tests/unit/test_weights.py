@@ -1,4 +1,4 @@
-"""A weight sync from its request to its report: who takes part, who drops out, and what meets the quorum."""
+"""A weight sync from its request to its report: which replicas take part, which drop out, and what meets the quorum."""
 
 from typing import Any
 
@@ -315,7 +315,7 @@ def test_an_empty_fleet_never_meets_the_quorum() -> None:
     assert replace(bus.state.default_desired, uncommitted=None) == Desired()
 
 
-def test_an_aborted_sync_quarantines_nobody_and_names_who_failed() -> None:
+def test_an_aborted_sync_quarantines_no_replica_and_names_those_that_failed() -> None:
     bus = fleet()
     bus.sync(1)
     run_phases(bus, ALL, ONLY_0, ALL)

@@ -8,16 +8,16 @@ Nothing here imports torch, and only `checked_adapter` reads files.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 import msgspec
 from msgspec import Struct
 
-from schemas.commands import AdapterVersion
+from schemas.commands import AdapterVersion, Manifest
 from schemas.errors import CheckpointError
-from schemas.safetensors.format import UNTOUCHED, TensorSpec, find_tensors, safetensors_files
+from schemas.safetensors.format import UNTOUCHED, TensorPlace, TensorSpec, find_tensors, safetensors_files
 from schemas.safetensors.manifest import ADAPTER_CONFIG, check_tensors, config_digest, read_config
 from schemas.safetensors.paths import resolve_below
 from schemas.wire import DECODE_ERRORS
@@ -69,9 +69,21 @@ def adapter_path(root: Path, path: str) -> Path:
 
 
 def checked_adapter(
-    root: Path, adapter: AdapterVersion, layout: Mapping[str, TensorSpec] | None, limits: LoRALimits
+    root: Path,
+    adapter: AdapterVersion,
+    layout: Mapping[str, TensorSpec] | None,
+    limits: LoRALimits,
+    check: Callable[[Path, Mapping[str, TensorPlace], Manifest], None] = check_tensors,
 ) -> Path:
-    """Return the directory of a version, after checking all of it. Raises CheckpointError."""
+    """Return the directory of a version, after checking all of it. Raises CheckpointError.
+
+    Args:
+        root: Root of the paths in commands.
+        adapter: The version.
+        layout: Tensors of the engine's model; None if they can't be read here.
+        limits: What the engine was launched for.
+        check: Compares the tensors with the manifest.
+    """
     directory = adapter_path(root, adapter.path)
     files = [file.name for file in safetensors_files(directory)]
     if files != [WEIGHTS]:
@@ -82,7 +94,7 @@ def checked_adapter(
     _check_modules(directory, modules, rank, limits)
     unknown = _compare(directory, modules, layout) if layout is not None else ["the base model"]
     if adapter.manifest is not None:
-        check_tensors(directory, places, adapter.manifest)
+        check(directory, places, adapter.manifest)
     elif unknown:
         raise _refused(
             directory,

@@ -1,7 +1,10 @@
 """What the backends of SGLang and vLLM share: how they attach to an engine that they command."""
 
+import hashlib
+import json
+import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import ClassVar, Final, Generic
@@ -10,14 +13,16 @@ from anyio import CancelScope, to_thread
 
 from schemas.commands import AdapterVersion, Checkpoint
 from schemas.errors import CheckpointError, ConfigError, EngineError, RefusedError, UnsupportedError
-from schemas.events import CheckAdapter, CheckSource, Load, LoadAdapter, Observation, Restore, UnloadAdapter
-from schemas.identity import LAUNCH_LABEL, Identity, Operation
+from schemas.events import CheckAdapter, CheckSource, Load, LoadAdapter, Observation, Restore, Returned, UnloadAdapter
+from schemas.identity import LAUNCH_LABEL, Digests, Identity, Operation
 from schemas.safetensors.format import read_layout
 from workers.engines.adapter_files import adapter_path, checked_adapter
 from workers.engines.checkpoint import SourceChecker
-from workers.engines.client import CallRefused, EngineClient, begun
+from workers.engines.client import CallRefused, EngineClient, begun, mapping_at
 from workers.engines.observed import EngineKind, Launch, LaunchT, LoRALimits, ObservedEngine, listed_adapters
 
+READ_AHEAD_SHARE: Final = 0.5
+"""Share of the time left to a command for which it reads ahead: a pause comes after that."""
 _OF_THE_ADAPTER: Final = (400, 404, 422)
 """Statuses with which a server turns an adapter away, and serves on."""
 
@@ -30,17 +35,28 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         client: Reaches this node's own front end; None where there is none.
         checkpoints: Root of the checkpoint paths in commands.
         traces: Root of the session directories. The server must see both roots under the same absolute path.
+        digests: After which loads the engine is asked for checksums.
     """
 
     kind: ClassVar[EngineKind]  # type: ignore[type-arg]
     _loaded_option: ClassVar[str]  # of its launch: how many adapters it holds
+    _checksums: ClassVar[tuple[str, str]]  # the method that returns them, and a parameter that shows that it does
 
-    def __init__(self, identity: Identity, client: EngineClient | None, *, checkpoints: Path, traces: Path) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        client: EngineClient | None,
+        *,
+        checkpoints: Path,
+        traces: Path,
+        digests: Digests = "announced",
+    ) -> None:
         self._identity, self._client = identity, client
         self._observed: ObservedEngine[LaunchT] = ObservedEngine(
             self.kind, identity, client, unready=None, checkpoints=checkpoints
         )
-        self._traces, self._checkpoints = traces.resolve(), checkpoints
+        self._called = False  # since the last observation
+        self._traces, self._checkpoints, self._digests = traces.resolve(), checkpoints, digests
         self._sources = SourceChecker(checkpoints)
         self._joined: tuple[str | None, str] | None = None  # a launch of the engine, and the broadcast group it is in
 
@@ -48,12 +64,14 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         await self._observed.open()
 
     async def observe(self) -> Observation:
-        return await self._observed.observe()
+        called, self._called = self._called, False  # the engine may be paused until this observation is made
+        return await self._observed.observe(counters=not called)
 
     async def close(self) -> None:
         await self._observed.close()
 
     async def _attached(self) -> tuple[EngineClient, LaunchT]:
+        self._called = True
         try:
             launch = await self._observed.current_launch(self._client) if self._client is not None else None
         except (EngineError, ConfigError) as error:
@@ -70,8 +88,26 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         read_layout(Path(call.directory))
         return Path(call.directory)
 
-    async def _check_source(self, launch: LaunchT, call: CheckSource) -> None:
-        await to_thread.run_sync(self._sources.check, call.source, call.manifest, launch.model, self._identity)
+    async def _check_source(self, launch: LaunchT, call: CheckSource, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s * READ_AHEAD_SHARE
+        await to_thread.run_sync(self._sources.check, call.source, call.manifest, launch.model, self._identity, until)
+
+    async def _loaded(self, client: EngineClient, launch: LaunchT, call: Load | Restore) -> Returned:
+        """Return the result of a load, with a digest of the checksums that the engine computes over its own tensors.
+
+        It identifies the contents of engines of this kind and layout, not of files: engines fuse and prepack tensors.
+        """
+        method, parameter = self._checksums
+        announced = isinstance(call, Load) and call.manifest is not None and call.manifest.content is not None
+        asked = self._digests == "always" or (announced and self._digests == "announced")
+        if not asked or parameter not in launch.methods.get(method, ()):
+            return Returned()
+        sums = named_checksums(await client.call(method, action="checksum"))
+        arranged = [launch.version, launch.device, launch.world, launch.precision, sorted(sums)]
+        layout, content = (
+            hashlib.sha256(json.dumps(part).encode()).hexdigest() for part in (arranged, sorted(sums.items()))
+        )
+        return Returned(digest=f"{self.kind.name}:{layout[:16]}:{content}")
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -108,7 +144,8 @@ class AttachedEngine(ABC, Generic[LaunchT]):
             await self._load_adapter(client, adapter)
 
     def _check_adapter(self, launch: LaunchT, adapter: AdapterVersion, limits: LoRALimits) -> None:
-        checked_adapter(self._checkpoints, adapter, self._sources.model_layout(launch.model), limits)
+        layout, check = self._sources.model_layout(launch.model), self._sources.check_adapter
+        checked_adapter(self._checkpoints, adapter, layout, limits, check)
 
     async def _load_adapter(self, client: EngineClient, adapter: AdapterVersion) -> None:
         place = adapter_path(self._checkpoints, adapter.path)
@@ -154,6 +191,18 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         Raises:
             RefusedError: It must not be unloaded now, whether they do or not.
         """
+
+
+def named_checksums(answer: object) -> dict[str, str]:
+    """Return the checksums in an engine's answer, by the names of its tensors: vLLM's are one mapping, SGLang's one for
+    each rank. Raises EngineError.
+    """
+    ranks = answer if isinstance(answer, list) else [{"checksums": answer}]
+    named = (mapping_at(part, "checksums") if isinstance(part, Mapping) else {} for part in ranks)
+    sums = {f"{rank}:{name}": str(each) for rank, part in enumerate(named) for name, each in part.items()}
+    if not sums:
+        raise EngineError(f"the engine was asked for checksums of its weights, and answered {str(answer)[:200]!r}.")
+    return sums
 
 
 def label_after(call: Load | Restore) -> str:

@@ -15,10 +15,11 @@ from typing import Final, NamedTuple
 from schemas.commands import Broadcast, Checkpoint, EngineSource, Manifest
 from schemas.errors import CheckpointError, EngineError
 from schemas.identity import Identity
-from schemas.safetensors.format import TensorSpec, find_tensors, read_layout
+from schemas.safetensors.format import TensorPlace, TensorSpec, find_tensors, read_layout
 from schemas.safetensors.manifest import check_layout, check_tensors, require_same_model
 from schemas.safetensors.paths import resolve_below
 from schemas.safetensors.reading import FileState, file_states
+from workers.engines.page_cache import read_ahead
 
 CLOCK_NS: Final = 20_000_000
 """More than the resolution of a file system's clock (10 ms at most): two writes within that time can look like one."""
@@ -44,6 +45,10 @@ TORCH_DTYPES: Final = {
 Layout = Mapping[str, TensorSpec]
 
 
+ADAPTERS_KNOWN: Final = 64
+"""Adapters whose files are known not to have been written since they were digested."""
+
+
 class _Checked(NamedTuple):
     """A directory that was checked against a manifest and the layout of a model, and its files as they were."""
 
@@ -55,6 +60,10 @@ class _Checked(NamedTuple):
     def still_holds(self, found: "_Checked") -> bool:
         """Whether a check of what was found now would say the same."""
         return self[:3] == found[:3] and self.layout is found.layout
+
+    def is_settled(self, now_ns: int) -> bool:
+        """Whether a later write to its files would show."""
+        return all(state.modified_ns < now_ns - CLOCK_NS for state in self.states)
 
 
 class SourceChecker:
@@ -69,9 +78,12 @@ class SourceChecker:
         self._root = root
         self._launched: tuple[str, Layout | None] = ("", layout)
         self._checked: _Checked | None = None
+        self._adapters: dict[Path, _Checked] = {}
 
-    def check(self, source: EngineSource, manifest: Manifest | None, model: str | None, identity: Identity) -> None:
-        """Check that the engine may load the source. Raises CheckpointError.
+    def check(
+        self, source: EngineSource, manifest: Manifest | None, model: str | None, identity: Identity, until: float
+    ) -> None:
+        """Check that the engine may load the source, and read ahead what it will load. Raises CheckpointError.
 
         Args:
             source: Where the weights are.
@@ -80,9 +92,12 @@ class SourceChecker:
                 can't read it (a name on a hub), only a manifest reveals a wrong model: a checkpoint then needs one, and
                 nothing can be broadcast.
             identity: The place of this agent.
+            until: When to stop reading ahead, by `time.monotonic()`.
         """
         if isinstance(source, Checkpoint):
-            self.checked_directory(source, manifest, model)
+            directory = self.checked_directory(source, manifest, model)
+            if manifest is None or manifest.content is None:  # for a digest it was all read just now
+                read_ahead(directory, until)
         else:
             self.checked_layout(source, manifest, model, identity)
 
@@ -110,9 +125,22 @@ class SourceChecker:
             )
         if manifest is not None:
             check_tensors(directory, places, manifest)
-        if all(state.modified_ns < began_ns - CLOCK_NS for state in states):
+        if found.is_settled(began_ns):
             self._checked = found
         return directory
+
+    def check_adapter(self, directory: Path, places: Mapping[str, TensorPlace], manifest: Manifest) -> None:
+        """Check the tensors of a LoRA adapter against its manifest. They are digested once for its check and its load,
+        unless they were written meanwhile. Raises CheckpointError.
+        """
+        began_ns, found = time.time_ns(), _Checked(directory, manifest, file_states(directory), None)
+        known = self._adapters.pop(directory, None)
+        if known != found:
+            check_tensors(directory, places, manifest)
+        if found.is_settled(began_ns):
+            self._adapters[directory] = found
+        while len(self._adapters) > ADAPTERS_KNOWN:
+            del self._adapters[next(iter(self._adapters))]
 
     def checked_layout(
         self, source: Broadcast, manifest: Manifest | None, model: str | None, identity: Identity

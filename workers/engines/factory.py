@@ -9,7 +9,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from schemas.errors import ConfigError
-from schemas.identity import Identity
+from schemas.identity import Digests, Identity
 from schemas.profiler.conversion import did_you_mean
 from workers.engine import Engine, EngineView
 from workers.engines.api_key import api_key
@@ -31,6 +31,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
         traces: Root of the directories of profiling sessions.
         url: Address of the engine's server.
         key_file: File with the server's API key; None for the one in the environment, if any.
+        digests: sglang, vllm, tiny: after which loads the engine is asked for a digest of its weights.
         serve: tiny: address for its clients.
         seed: tiny: seed of its initial weights.
     """
@@ -40,6 +41,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     traces: Path
     url: str | None = None
     key_file: Path | None = None
+    digests: Digests = "announced"
     serve: str | None = None
     seed: int = 0
 
@@ -65,6 +67,7 @@ def make_engine(name: str, options: EngineOptions) -> Engine:
             options.identity,
             checkpoints=options.checkpoints,
             traces=options.traces,
+            digests=options.digests,
             serve=options.serve,
             seed=options.seed,
         )
@@ -127,10 +130,10 @@ def _served_engine(name: str, options: EngineOptions) -> Engine:
     from workers.engines.vllm.server import VLLMServer
 
     identity, url, key = options.identity, _url(name, options), api_key(options.key_file)
-    roots = {"checkpoints": options.checkpoints, "traces": options.traces}
+    roots, digests = {"checkpoints": options.checkpoints, "traces": options.traces}, options.digests
     if name == "vllm":
-        return VLLMEngine(identity, VLLMServer(url, key) if url else None, **roots)
-    return SGLangEngine(identity, SGLangServer(url, key) if url else None, **roots)
+        return VLLMEngine(identity, VLLMServer(url, key) if url else None, **roots, digests=digests)
+    return SGLangEngine(identity, SGLangServer(url, key) if url else None, **roots, digests=digests)
 
 
 def _factory(name: str) -> Callable[..., Any]:

@@ -51,6 +51,7 @@ class Launch(Struct, frozen=True, kw_only=True):
         node_rank: The front end's node; None if the engine does not count nodes.
         missing: What the engine can't do, each operation with the reason and the remedy.
         load_format: How it read the weights of its launch; None if it does not say.
+        precision: Its dtype and quantization, in its own words.
         recomputes: Frozen requests can lose their cache, and are computed anew when they continue.
         lora: What it was launched for, as to LoRA adapters; None if not for any, or if it does not say.
     """
@@ -60,6 +61,7 @@ class Launch(Struct, frozen=True, kw_only=True):
     model: str | None
     load_format: str | None
     device: str | None
+    precision: str
     node_rank: int | None
     nnodes: int | None
     world: int | None
@@ -121,7 +123,8 @@ class ObservedEngine(Generic[LaunchT]):
         with suppress(EngineError), move_on_after(FIRST_ANSWER_S):
             await self.current_launch(self._reader)
 
-    async def observe(self) -> Observation:
+    async def observe(self, *, counters: bool = True) -> Observation:
+        """Read the engine's state. Without the counters it takes half the time."""
         kind, reader = self._kind.name, self._reader
         if reader is None:
             return Observation(engine=kind, tokenizer="absent")
@@ -129,11 +132,11 @@ class ObservedEngine(Generic[LaunchT]):
             launch = await self.current_launch(reader)
             if launch is None:
                 return Observation(engine=kind, tokenizer="absent", trouble=self._no_front_end(reader))
-            generating, asleep, label, counters, adapters = await at_once(
+            generating, asleep, label, counted, adapters = await at_once(
                 lambda: self._generating(reader, launch),
                 lambda: self._read(reader, launch, "is_sleeping"),
                 lambda: self._read(reader, launch, "get_weight_version"),
-                lambda: self._count(reader, launch),
+                lambda: self._count(reader, launch, wanted=counters),
                 lambda: self._adapters(reader, launch),
             )
         except ConfigError as error:
@@ -152,11 +155,12 @@ class ObservedEngine(Generic[LaunchT]):
             asleep=frozenset() if asleep is False else None,
             version=version_of(label),
             label=label[:LABEL_MAX] if isinstance(label, str) else None,
-            running=counters.running,
-            generated=counters.generated,
+            running=counted.running,
+            generated=counted.generated,
             remedies=Remedies(idempotent=self._kind.idempotent, launched_from=self._launched_from),
             recomputes=launch.recomputes,
             adapters=adapters,
+            adapter_places=launch.lora.loaded if launch.lora is not None else None,
         )
 
     async def close(self) -> None:
@@ -196,9 +200,9 @@ class ObservedEngine(Generic[LaunchT]):
     async def _read(self, reader: EngineReader, launch: LaunchT, method: str) -> object:
         return await reader.read(method) if method in launch.methods else None
 
-    async def _count(self, reader: EngineReader, launch: LaunchT) -> Counters:
+    async def _count(self, reader: EngineReader, launch: LaunchT, *, wanted: bool) -> Counters:
         """Read the engine's counters, if it has any. A server without metrics is asked once for each launch."""
-        if not self._counts:
+        if not self._counts or not wanted:
             return Counters()
         try:
             text = await self._read(reader, launch, "get_metrics")

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Final
 
 import anyio
-from anyio import CancelScope
+from anyio import CancelScope, to_thread
 
 from schemas.errors import BusAddressError
 from schemas.logs import logger_of
+from schemas.transport.addresses import NOWHERE, is_file, read_address
 from schemas.transport.handshakes import DialledSocket
 from schemas.transport.keys import Credentials, KeySource
 from schemas.transport.sockets import Context, agent_dealer, stays_here
@@ -27,6 +28,8 @@ CONNECT_S: Final = 5.0
 """Time for a new connection to open, before another one is dialled."""
 ANSWER_S: Final = 4.0
 """Time to wait for an answer on a new connection, before another one is dialled."""
+REREAD_S: Final = 1.0
+"""Time without an answer after which a file that names the bus is read again."""
 BUSY_S: Final = 1.0
 """Time in which a bus that answers on a new connection would also answer on the old one."""
 
@@ -70,9 +73,9 @@ class WaitWarning:
 class Connection:
     """One connection at a time. It is dialled when created; `run` serves it until cancelled.
 
-    `bus` is the address in messages, `address` the one that is dialled, which differs where a relay is in between.
-    `question` returns the frames of a message that the bus answers. `replaced` is called when the bus has to be
-    told anew who is here. Raises BusAddressError.
+    `bus` is an address, or the path of a file that names it. `dialled` returns where to dial for an address: a relay, on
+    a game day. `question` returns the frames of a message that the bus answers. `replaced` is called when the bus has to
+    be told anew who is here. Raises BusAddressError.
 
     Attributes:
         welcomed: The bus has welcomed the agent before. Until then there is none to lose, and `waiting` says so.
@@ -81,7 +84,7 @@ class Connection:
     def __init__(
         self,
         bus: str,
-        address: str,
+        dialled: Callable[[str], str],
         agent: str,
         retry_ms: int,
         context: Context,
@@ -92,13 +95,12 @@ class Connection:
         question: Callable[[], list[bytes]],
         replaced: Callable[[], None],
     ) -> None:
-        self._bus, self._address, self._agent, self._retry_ms, self._context = bus, address, agent, retry_ms, context
+        self._bus, self._agent, self._retry_ms, self._context = bus, agent, retry_ms, context
+        self._relayed, self._addresses = dialled, dict[str, str]()  # by what was dialled: the bus's address
         self._keys, self._attempt = keys, 0
         self._waiting, self._now_ms, self._silence_limit_ms = waiting, now_ms, silence_limit_ms
         self._question, self._replaced = question, replaced
-        # A bus on this machine seldom has keys: whether it wants one is found out when the agent dials a second time.
-        self._may_be_refused = keys is not None or not stays_here(bus)
-        self.dealer = self._dial(watched=self._may_be_refused)
+        self.dealer = self._dial(read_address(bus))
         self._dialled = anyio.Event()
         self.welcomed = False
         self.answered_ms = 0
@@ -114,6 +116,13 @@ class Connection:
             tasks.start_soon(self._read, receive)
             tasks.start_soon(self._watch_answers)
             tasks.start_soon(self._stay_connected)
+            if is_file(self._bus):
+                tasks.start_soon(self._follow)
+
+    @property
+    def address(self) -> str:
+        """The bus's address."""
+        return self._addresses[self.dealer.address]
 
     def note_question(self) -> None:
         """Note that the bus was just asked something."""
@@ -161,8 +170,35 @@ class Connection:
 
     # --- getting in ---------------------------------------------------------------------------------------------------
 
-    def _dial(self, *, watched: bool) -> DialledSocket:
-        return agent_dealer(self._context, self._address, self.credentials(), watched=watched, probe=True)
+    def _dial(self, address: str, *, watched: bool = False) -> DialledSocket:
+        # A bus on this machine seldom has keys: whether it wants one is found out when the agent dials a second time.
+        watched = watched or self._keys is not None or not stays_here(address)
+        dialled = self._relayed(address)
+        self._addresses[dialled] = address
+        return agent_dealer(self._context, dialled, self.credentials(), watched=watched, probe=True)
+
+    async def _follow(self) -> None:
+        """Dial what the file names now, if the bus does not answer where it was."""
+        while True:
+            await anyio.sleep(REREAD_S)
+            if self._asked_ms is None or self._now_ms() - self._asked_ms < REREAD_S * 1000:
+                continue
+            address = await to_thread.run_sync(read_address, self._bus, abandon_on_cancel=True)
+            if address in (self.address, NOWHERE):
+                continue
+            try:
+                dealer = self._dial(address)
+            except BusAddressError as error:
+                self._waiting.explain(f"{error}, as the file {self._bus} says")
+                continue
+            logger.info("agent %s: its bus is at %s now, by the file %s", self._agent, address, self._bus)
+            dealer, self.dealer = self.dealer, dealer
+            dealer.close(0)
+            if self._asking is not None:
+                self._asking.cancel()
+            self._asked_ms, self._attempt = None, 0
+            self._dialled.set()
+            self._replaced()
 
     async def _stay_connected(self) -> None:
         while True:
@@ -175,7 +211,7 @@ class Connection:
         pause_ms, told = self._retry_ms, ""
         with contextlib.suppress(anyio.ClosedResourceError):
             while refused := await dealer.refusal():
-                reason = f"no way into {self._bus}: {refused.reason}"
+                reason = f"no way into {dealer.address}: {refused.reason}"
                 if reason != told:
                     logger.warning("agent %s: %s", self._agent, reason)
                 told = reason
@@ -187,7 +223,7 @@ class Connection:
                     self._keys.refresh()
                 dealer.redial(self.credentials())
             if told:
-                self._waiting.explain(f"the bus at {self._bus} has not answered hello")
+                self._waiting.explain(f"the bus at {dealer.address} has not answered hello")
 
     # --- half-open connections ----------------------------------------------------------------------------------------
 
@@ -207,11 +243,10 @@ class Connection:
         """Dial beside the old connection, and take its place if only the new one is answered."""
         if not self._unanswered and self.welcomed:
             silent_s = (self._now_ms() - self.answered_ms) / 1000
-            logger.warning("agent %s lost its bus: no answer from %s for %.1f s", self._agent, self._bus, silent_s)
+            logger.warning("agent %s lost its bus: no answer from %s for %.1f s", self._agent, self.address, silent_s)
         self._unanswered += 1
-        watched = self._may_be_refused or self._unanswered > 1  # to find out takes two more sockets
         try:
-            dealer = self._dial(watched=watched)
+            dealer = self._dial(self.address, watched=self._unanswered > 1)  # to find out takes two more sockets
         except BusAddressError as error:  # no descriptor is left: others may close some
             logger.warning("agent %s can't ask its bus on a new connection: %s", self._agent, error)
             await anyio.sleep(ANSWER_S)
@@ -219,7 +254,7 @@ class Connection:
         with CancelScope() as self._asking:
             try:
                 await self._finish_handshake(dealer)
-                with anyio.move_on_after(None if watched else CONNECT_S) as connecting:
+                with anyio.move_on_after(None if dealer.watched else CONNECT_S) as connecting:
                     await dealer.send(self._question())
                 if not connecting.cancelled_caught and await self._answers(dealer):
                     if self.welcomed:

@@ -33,6 +33,7 @@ from schemas.errors import AgentError, IdentityTaken, RolloutctlError, WireError
 from schemas.events import Answer, Event, LeaseExpired, SnapshotReceived
 from schemas.identity import Identity
 from schemas.logs import RateLimit, logger_of
+from schemas.transport.addresses import NOWHERE
 from schemas.transport.async_socket import Sent
 from schemas.transport.keys import KeySource
 from schemas.transport.sockets import Context, agent_subscriber
@@ -63,6 +64,10 @@ HEADS_MISSED: Final = 5
 """Heads that fail to arrive before the agent subscribes anew."""
 HEADS_LATE: Final = 2
 """Heads that fail to arrive before the agent doubts that the bus answers."""
+
+
+class HasLeft(RolloutctlError):
+    """The bus has retired the replica, which was told to leave the fleet before."""
 
 
 class RunChanged(RolloutctlError):
@@ -107,6 +112,7 @@ class Link:
         wall_ns: Callable[[], int],
         keys: KeySource | None = None,
         dialled: Callable[[str], str] = str,
+        endpoint: str = "",
     ) -> None:
         self._bus, self._config, self._context, self._dialled = bus, config, context, dialled
         self._agent, self._journal, self._handle = identity.agent, journal, handle
@@ -115,7 +121,7 @@ class Link:
         self._waiting, self.malformed = WaitWarning(self._agent), 0
         self._connection = Connection(
             bus,
-            dialled(bus),
+            dialled,
             self._agent,
             config.hello_retry_ms,
             context,
@@ -127,9 +133,16 @@ class Link:
             replaced=self._end_session,
         )
         self._hello = wire.Hello(
-            identity=identity, incarnation=incarnation, journal=journal.id, host=socket.gethostname(), pid=os.getpid()
+            identity=identity,
+            incarnation=incarnation,
+            journal=journal.id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            endpoint=endpoint,
+            rejoin=config.rejoin,
         )
         self._session: _Session | None = None
+        self._leave: wire.Leave | None = None
         self._welcomed = anyio.Event()
         self._intervals: BusConfig | wire.Welcome = BusConfig()  # of heartbeats, as the last welcome set them
         self._heartbeat_ms = self._intervals.heartbeat_ms  # as the bus last said
@@ -143,6 +156,7 @@ class Link:
 
         Raises:
             IdentityTaken: A live agent holds the place, or the bus does not accept the key for it.
+            HasLeft: The replica has left the fleet.
             RunChanged: The bus belongs to another run.
             AgentError: The journal cannot be written, or lost decisions that the bus has.
         """
@@ -169,6 +183,11 @@ class Link:
         if self._session is not None and self._session.snapshot.is_set():
             self._session.repeated = 0
             self._send(wire.Join())
+
+    def ask_to_leave(self, grace_ms: int) -> None:
+        """Ask that the replica leave the fleet, again with each heartbeat until the bus has published that it does."""
+        self._leave = wire.Leave(grace_ms=grace_ms)
+        self._send(self._leave)
 
     def note_decision(self, state: AgentState) -> None:
         """Note a decision that led to `state`: upload it soon, and report at once if the agent became ready."""
@@ -202,10 +221,7 @@ class Link:
     async def _say_hello(self) -> _Session:
         """Say hello until the bus welcomes the agent. Pauses double, with jitter over their whole length."""
         pause_ms = self._config.hello_retry_ms
-        unreachable = f"nothing listens at {self._bus}"
-        if self._keys is None:
-            unreachable += ", or the bus there admits no peer without a key"
-        self._waiting.begin(unreachable)
+        self._waiting.begin(unreachable := self._unreachable())
         while True:
             with (
                 anyio.move_on_after(jittered_s(self._config.hello_retry_ms, pause_ms)),
@@ -215,12 +231,19 @@ class Link:
                 self._connection.note_question()
                 await self._connection.dealer.send([self._header(), wire.encode(self._hello)])
                 self._hello = replace(self._hello, attempt=self._hello.attempt + 1)
-                if self._waiting.reason == unreachable:
-                    self._waiting.reason = f"the bus at {self._bus} has not answered hello"
+                if self._waiting.reason == unreachable and self._connection.address != NOWHERE:
+                    self._waiting.reason = f"the bus at {self._connection.address} has not answered hello"
                 await self._welcomed.wait()
             if self._session is not None:
                 return self._session
             pause_ms = min(2 * pause_ms, PAUSE_MS_MAX)
+
+    def _unreachable(self) -> str:
+        address = self._connection.address
+        if address == NOWHERE:
+            return f"the file {self._bus} names no bus yet"
+        keyless = ", or the bus there admits no peer without a key" if self._keys is None else ""
+        return f"nothing listens at {address}{keyless}"
 
     def _accept_welcome(self, welcome: wire.Welcome) -> None:
         """Begin a session, and continue the upload from where this bus stands."""
@@ -243,7 +266,7 @@ class Link:
 
     async def _serve(self, session: _Session) -> None:
         try:
-            address = publish_address(self._bus, session.welcome)
+            address = publish_address(self._connection.address, session.welcome)
         except WireError as error:
             self._note_malformed(error)
             return
@@ -256,7 +279,14 @@ class Link:
             state = self._journal.state
             logger.info(
                 "agent %s joined run %s at %s: epoch %d, seq %d, committed weights v%d",
-                *(self._agent, session.welcome.run, self._bus, state.epoch, state.seq, state.desired.version),
+                *(
+                    self._agent,
+                    session.welcome.run,
+                    self._connection.address,
+                    state.epoch,
+                    state.seq,
+                    state.desired.version,
+                ),
             )
             await anyio.sleep_forever()
 
@@ -266,7 +296,7 @@ class Link:
         Only the first snapshot is taken: a command that is issued between two is superseded by the second one.
         """
         pause_ms = self._config.hello_retry_ms
-        self._waiting.reason = f"the bus at {self._bus} has not sent the desired state"
+        self._waiting.reason = f"the bus at {self._connection.address} has not sent the desired state"
         session.snapshot = anyio.Event()
         while True:
             self._send(wire.Join())
@@ -311,8 +341,8 @@ class Link:
 
     def _rejoin(self, message: wire.Rejoin) -> None:
         if message.give_up:
-            raise IdentityTaken(message.reason)
-        self._waiting.reason = f"the bus at {self._bus} answers: {message.reason}"
+            raise HasLeft if self._journal.state.desired.draining else IdentityTaken(message.reason)
+        self._waiting.reason = f"the bus at {self._connection.address} answers: {message.reason}"
         if self._session is not None:
             logger.info("agent %s: %s; saying hello again", self._agent, message.reason)
             self._end_session()
@@ -424,6 +454,8 @@ class Link:
             await self._welcomed.wait()
             await self._heartbeat.wait(self._heartbeat_ms)
             self._heartbeat.beat(doubtful=self._is_doubtful())
+            if self._leave is not None and not self._journal.state.desired.draining:
+                self._send(self._leave)
             self._upload.retry()
             if not self._journal.state.in_a_sync:  # an agent that is just joining again takes no part in one
                 self._connection.use_new_keys()

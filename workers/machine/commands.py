@@ -9,6 +9,7 @@ from schemas.commands import (
     AdapterDrop,
     AdapterSync,
     Command,
+    Drain,
     EngineCommand,
     EpochStart,
     ProfileCommand,
@@ -21,6 +22,7 @@ from schemas.commands import (
 from schemas.desired import Desired, ProfileSession
 from schemas.events import (
     Abort,
+    AwaitIdle,
     Call,
     CheckAdapter,
     CheckProfile,
@@ -29,11 +31,12 @@ from schemas.events import (
     Flush,
     Observe,
     Returned,
+    UnloadAdapter,
 )
 from schemas.identity import COLOCATED, Identity, Operation
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from schemas.selection import finish_skip_reason, profile_skip_reason, trace_directory
-from workers.machine.lora import can_load, is_held, plan_load
+from workers.machine.lora import can_load, has_place, is_held, left, plan_load
 from workers.machine.reconcile import attainable, is_stranded, lacks_memory, reconcile
 from workers.machine.state import NOTHING_REPORTED, PAUSE_AND_RESUME, EngineState, with_engine_state
 from workers.machine.weights import label_of
@@ -60,7 +63,11 @@ def is_disk_command(command: Command | UnknownCommand) -> bool:
 
 
 def needs_no_engine(command: Command | UnknownCommand, engine: EngineState, identity: Identity) -> bool:
-    """Whether it is a profile command that asks nothing of this engine, which then may be launching, busy or unable."""
+    """Whether it asks nothing of this engine, which then may be launching, busy or unable: a profile command that is
+    not for it, or the drain of one that is not there.
+    """
+    if type(command) is Drain:
+        return engine.tokenizer == "unknown"
     if type(command) is not ProfileCommand or command.action == "collect":
         return False
     if command.action == "stop":
@@ -119,6 +126,8 @@ def calls_for(
             return _adapter(command, before, after, engine, identity)
         case AdapterDrop():
             return () if before != after else Skipped(Reason.ALREADY)
+        case Drain():
+            return _drain(command, after, engine, identity)
         case ProfileCommand():
             return _profile(command, after, engine, identity)
         case EpochStart() | UnknownCommand():  # the latter never passes rule 9
@@ -226,7 +235,20 @@ def _adapter(
             f"replica {identity.replica} was asked to {command.phase} adapter {adapter.model} while memory of its "
             "engine is released. Nothing was touched: wake it first, then sync.",
         )
-    return (CheckAdapter(adapter),) if command.phase == "prepare" else plan_load(adapter, engine)
+    if command.phase == "prepare":
+        return (CheckAdapter(adapter),)
+    frees = command.phase == "commit" and engine.generating is True and not has_place(engine, adapter)
+    dropped = left(after, engine)[:1] if frees else ()
+    return (*(UnloadAdapter(model, waited=False) for model in dropped), *plan_load(adapter, engine))
+
+
+def _drain(command: Drain, after: Desired, engine: EngineState, identity: Identity) -> CallsOrOutcome:
+    """Requests that a pause has frozen can't end by themselves: they are aborted at once."""
+    if engine.tokenizer == "unknown":
+        return ()
+    frozen = engine.generating is False and engine.requests_kept and Operation.ABORT in engine.operations
+    wait = (AwaitIdle(command.grace_ms),) if engine.generating is not False else (_ABORT,) if frozen else ()
+    return (*wait, *reconcile(after, engine, identity))
 
 
 def memory_missing(calls: tuple[Call, ...], engine: EngineState, identity: Identity) -> Failed | None:

@@ -36,7 +36,8 @@ from schemas.identity import OBSERVED
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome
 from workers.machine import rules
 from workers.machine.commands import acted, calls_for, finish_call, memory_missing, merged, needs_free_engine, stranded
-from workers.machine.lora import postponed
+from workers.machine.deadlines import next_deadline
+from workers.machine.lora import has_place_again, postponed
 from workers.machine.observe import (
     apply_interruption,
     apply_observation,
@@ -46,9 +47,9 @@ from workers.machine.observe import (
     relaunched,
     taken_over,
 )
-from workers.machine.progress import apply_time, wedged_at, with_progress
+from workers.machine.progress import apply_time, with_progress
 from workers.machine.readiness import out_of_service
-from workers.machine.reconcile import HARMLESS, NOT_REPEATED, own_calls, reconcile, unloads_now
+from workers.machine.reconcile import HARMLESS, NOT_REPEATED, needs_place, own_calls, reconcile, unloads_now
 from workers.machine.rules import SUPERSEDED, is_targeted, must_wait
 from workers.machine.state import (
     NOTHING_SUPPRESSED,
@@ -60,8 +61,8 @@ from workers.machine.state import (
     with_engine_state,
     with_fault,
 )
-from workers.machine.suppressed import clear_suppressed, on_another_launch, still_desired, suppress, without_trainer
-from workers.machine.weights import adopt_pushed, expect_push
+from workers.machine.suppressed import clear_suppressed, still_desired, suppress, with_room, without_trainer
+from workers.machine.weights import adopt_pushed, distrusted, expect_push
 
 __all__ = ["LOGIC", "Activity", "AgentState", "decide", "next_deadline"]
 
@@ -113,31 +114,11 @@ def decide(state: AgentState, event: events.Event) -> tuple[AgentState, tuple[ev
     return after, tuple(effects)
 
 
-def next_deadline(state: AgentState) -> int | None:
-    """Return when the machine needs a `Tick`, in ms of its own clock; None if nothing is pending."""
-    if state.stopping:
-        return None
-    wedged_ms = wedged_at(state.engine, state.settings.wedged_after_ms)
-    retry_ms = state.retry_at_ms or None if state.reconcile_blocked else None
-    idle = state.activity is None and not state.queue
-    unload_ms = min((unload.ask_ms for unload in state.unloads.values()), default=None) if idle else None
-    return min(
-        (ms for ms in (_command_deadline(state), wedged_ms, retry_ms, unload_ms) if ms is not None), default=None
-    )
-
-
-def _command_deadline(state: AgentState) -> int | None:
-    if state.activity is not None and not state.activity.overdue:
-        return state.activity.deadline_ms  # queued commands are decided after that, whatever their own
-    return state.queue[0].at_ms + state.queue[0].ttl_ms if state.queue else None
-
-
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
 def _on_command(state: AgentState, event: events.CommandReceived, effects: Effects) -> AgentState:
-    launched = state.engine.tokenizer != "unknown"
-    if rules.is_next(state, event) and (launched or not must_wait(state, event, event.at_ms)):
+    if rules.is_next(state, event) and not _waits(state, event, event.at_ms):
         after = _decide_command(state, event, event.seq, event.at_ms, effects)
         unchanged = after.desired is state.desired and after.suppressed is state.suppressed
         if unchanged and not state.reconcile_blocked:
@@ -145,6 +126,14 @@ def _on_command(state: AgentState, event: events.CommandReceived, effects: Effec
         return _proceed(after, event.at_ms, effects)
     after = _take_in(state, event, effects)
     return _proceed(after, event.at_ms, effects) if after.seq != state.seq else after
+
+
+def _waits(state: AgentState, event: events.CommandReceived, now_ms: int) -> bool:
+    """Whether a command is not decided yet, though the engine is free."""
+    if state.engine.tokenizer == "unknown" and must_wait(state, event, now_ms):
+        return True
+    until_ms = rules.place_until(state, event)
+    return until_ms is not None and now_ms < until_ms
 
 
 def _take_in(state: AgentState, event: events.CommandReceived, effects: Effects) -> AgentState:
@@ -174,6 +163,8 @@ def _decide_command(
     if targeted and suppressed is not NOTHING_SUPPRESSED:
         suppressed = clear_suppressed(suppressed, command, state.desired, state.identity)
     desired = desired_after(state.desired, command, targeted, state.identity)
+    if desired is not state.desired:
+        state = replace(state, engine=distrusted(state.engine, desired))
     refused = _refusal(state, event, now_ms)
     if refused is None:
         engine = expect_push(state.engine, desired) if desired is not state.desired else state.engine
@@ -219,8 +210,7 @@ def _act(
     before = still_desired(earlier.desired, earlier.suppressed)
     if state.activity is not None and needs_free_engine(command, state.engine, state.identity):
         return _act_while_overdue(state, state.activity, before, event, effects)
-    if state.activity is None:
-        state = _recognize_pushed(state)
+    state = _recognize_pushed(state) if state.activity is None else state
     desired = still_desired(state.desired, state.suppressed)
     syncing = earlier.desired.sync.version if earlier.desired.sync is not None else 0
     result = calls_for(command, before, desired, syncing, state.engine, state.identity)
@@ -276,8 +266,9 @@ def _proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
         if state.activity is not None and not state.activity.overdue:
             return state
         event = state.queue[0]
-        if must_wait(state, event, now_ms):
-            return state
+        if _waits(state, event, now_ms):
+            state, calls = unloads_now(state, now_ms, awaited=True)
+            return _begin(state, calls, now_ms, effects)
         state = _decide_command(replace(state, queue=state.queue[1:]), event, state.seq, now_ms, effects)
         if state.reorder_buffer:
             state = rules.drain_buffer(state)
@@ -285,12 +276,18 @@ def _proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
         return state
     state = _recognize_pushed(state)
     calls = own_calls(state)
-    if not calls:
-        state, calls = unloads_now(state, now_ms)
+    if not calls or needs_place(calls, state):
+        state, unloads = unloads_now(state, now_ms)
+        calls = unloads or calls
+    if calls and calls[0] is state.deferred_finish:
+        state = replace(state, deferred_finish=None)
+    return _begin(state, calls, now_ms, effects)
+
+
+def _begin(state: AgentState, calls: tuple[events.Call, ...], now_ms: int, effects: Effects) -> AgentState:
+    """Make calls that no command has asked for."""
     if not calls:
         return state
-    if calls[0] is state.deferred_finish:
-        state = replace(state, deferred_finish=None)
     call_id, deadline_ms = state.calls_made + 1, now_ms + state.settings.reconcile_timeout_ms
     activity = Activity(trigger=None, calls=calls, call_id=call_id, deadline_ms=deadline_ms, since_ms=now_ms)
     return _call(state, activity, effects)
@@ -344,7 +341,8 @@ def _on_returned(state: AgentState, event: events.EngineReturned, effects: Effec
     if restarted and failure is None:
         message = f"{engine.name} was relaunched during {call_name(call)}."
         failure = Failed(ErrorKind.ENGINE_ERROR, with_engine_state(message, engine))
-    suppressed = on_another_launch(state.suppressed) if restarted else state.suppressed
+    roomier = restarted or has_place_again(state.engine, engine)
+    suppressed = with_room(state.suppressed) if roomier else state.suppressed
     if state.bus_lost and activity.trigger is None and taken_over(state.engine, call, engine, state.desired):
         state, activity = replace(state, changed_by_others=True), replace(activity, calls=activity.calls[:1])
     state = replace(state, engine=engine, suppressed=suppressed)
@@ -358,18 +356,19 @@ def _on_returned(state: AgentState, event: events.EngineReturned, effects: Effec
         rest = ()  # gives way; what is left is planned again, with what the command changes
     if rest and state.waits_paused:  # a command that was decided before the bus was lost may still resume
         rest = tuple(call for call in rest if not isinstance(call, events.Resume))
-    if rest and not activity.overdue:
+    return _go_on(state, replace(activity, calls=rest, completed=completed, reported=reported), event.at_ms, effects)
+
+
+def _go_on(state: AgentState, activity: Activity, now_ms: int, effects: Effects) -> AgentState:
+    """Make the next call of an activity, or end it if none is left."""
+    if activity.calls and not activity.overdue:
         if state.stopping:
-            return _stop_within(state, activity, completed, effects)
-        call_id = state.calls_made + 1
-        activity = replace(
-            activity, calls=rest, call_id=call_id, completed=completed, reported=reported, since_ms=event.at_ms
-        )
-        return _call(state, activity, effects)
+            return _stop_within(state, activity, effects)
+        return _call(state, replace(activity, call_id=state.calls_made + 1, since_ms=now_ms), effects)
     command = activity.trigger.command if activity.trigger is not None else None
-    outcome = acted(state.engine, command, completed, reported)
+    outcome = acted(state.engine, command, activity.completed, activity.reported)
     state = replace(state, retries=0) if state.retries else state
-    return _proceed(_end_activity(state, outcome, effects), event.at_ms, effects)
+    return _proceed(_end_activity(state, outcome, effects), now_ms, effects)
 
 
 def _plan_again(state: AgentState, activity: Activity) -> tuple[AgentState, Activity, Failed | None]:
@@ -389,16 +388,17 @@ def _plan_again(state: AgentState, activity: Activity) -> tuple[AgentState, Acti
 
 
 def _on_stopping(state: AgentState, _: events.Stopping, effects: Effects) -> AgentState:
-    if state.awaits_push:
-        message = "the agent was asked to end while it waited for the trainer to push the weights."
+    if state.awaits_push or state.idle_at_ms is not None:
+        what = "the trainer to push the weights" if state.awaits_push else "running requests to end"
+        message = f"the agent was asked to end while it waited for {what}."
         state = _end_activity(state, Failed(ErrorKind.UNKNOWN, with_engine_state(message, state.engine)), effects)
     return replace(state, stopping=True)
 
 
-def _stop_within(state: AgentState, activity: Activity, completed: tuple[str, ...], effects: Effects) -> AgentState:
+def _stop_within(state: AgentState, activity: Activity, effects: Effects) -> AgentState:
     """End a command of several calls between two of them, because the agent was asked to end."""
-    rest = ", ".join(call_name(call) for call in activity.calls[1:])
-    message = f"the agent was asked to end after {', '.join(completed)}; {rest} was not begun."
+    rest, completed = ", ".join(map(call_name, activity.calls)), ", ".join(activity.completed)
+    message = f"the agent was asked to end after {completed}; {rest} was not begun."
     return _end_activity(state, Failed(ErrorKind.UNKNOWN, with_engine_state(message, state.engine)), effects)
 
 
@@ -423,6 +423,8 @@ def _fail(
 
 def _on_tick(state: AgentState, event: events.Tick, effects: Effects) -> AgentState:
     activity = state.activity
+    if activity is not None and state.idle_at_ms is not None and event.at_ms >= state.idle_at_ms:
+        return _go_on(state, replace(activity, calls=activity.calls[1:]), event.at_ms, effects)
     if activity is not None and state.awaits_push and event.at_ms >= activity.deadline_ms:
         state = _miss_push(state, activity, effects)
     elif activity is not None and not activity.overdue and event.at_ms >= activity.deadline_ms:
@@ -436,8 +438,7 @@ def _on_tick(state: AgentState, event: events.Tick, effects: Effects) -> AgentSt
             state = _answer(state, activity.trigger, Failed(ErrorKind.ENGINE_TIMEOUT, message), effects)
         state = replace(state, activity=replace(activity, overdue=True, before=None, stacks=event.stacks))
     engine = apply_time(state.engine, state.settings.wedged_after_ms, event.at_ms)
-    if engine is not state.engine:
-        state = replace(state, engine=engine)
+    state = replace(state, engine=engine) if engine is not state.engine else state
     if state.reconcile_blocked and 0 < state.retry_at_ms <= event.at_ms:
         state = replace(state, reconcile_blocked=False, retry_at_ms=0)
     return _proceed(state, event.at_ms, effects)
@@ -475,7 +476,7 @@ def _on_snapshot(state: AgentState, event: events.SnapshotReceived, effects: Eff
         state = _answer(state, queued, SUPERSEDED, effects, rule=2)
     activity = state.activity
     if activity is not None:
-        waited = state.awaits_push
+        waited = state.awaits_push or state.idle_at_ms is not None
         if activity.trigger is not None and not activity.overdue:
             state = _answer(state, activity.trigger, SUPERSEDED, effects, rule=2)
         activity = None if waited else replace(activity, trigger=None, calls=activity.calls[:1], before=None)
@@ -485,7 +486,7 @@ def _on_snapshot(state: AgentState, event: events.SnapshotReceived, effects: Eff
         seq=event.seq,
         desired=event.desired,
         suppressed=NOTHING_SUPPRESSED,
-        engine=expect_push(state.engine, event.desired),
+        engine=expect_push(distrusted(state.engine, event.desired), event.desired),
         remembered=None,
         bus_lost=False,
         changed_by_others=False,
@@ -550,6 +551,7 @@ def _on_observed(state: AgentState, event: events.EngineObserved, effects: Effec
         return _proceed(resolved, event.at_ms, effects)
     engine = with_progress(apply_observation(state.engine, observation), observation, event.at_ms)
     restarted = relaunched(state.engine, engine)
+    roomier = restarted or has_place_again(state.engine, engine)
     # After a restart, a snapshot is newer than what the last incarnation saw.
     known = state.engine.tokenizer == "present" or (not state.joined and state.engine.instance is not None)
     changed = known and changed_by_others(state.engine, engine, state.desired)
@@ -557,7 +559,7 @@ def _on_observed(state: AgentState, event: events.EngineObserved, effects: Effec
     state = replace(
         state,
         engine=engine,
-        suppressed=on_another_launch(state.suppressed) if restarted else state.suppressed,
+        suppressed=with_room(state.suppressed) if roomier else state.suppressed,
         reconcile_blocked=state.reconcile_blocked and not (restarted or read_again),
         changed_by_others=state.changed_by_others or changed,
         relabelled=state.relabelled + (changed and engine.label_changed),

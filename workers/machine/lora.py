@@ -10,7 +10,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from schemas.commands import AdapterVersion
+from schemas.commands import AdapterVersion, split_model
 from schemas.desired import Desired
 from schemas.events import Call, CheckAdapter, LoadAdapter, Sleep, UnloadAdapter
 from schemas.identity import Operation
@@ -18,6 +18,8 @@ from workers.machine.state import AgentState, EngineState, Unload
 
 UNLOAD_AGAIN_MS: Final = 5_000
 """Time after which an engine that did not unload a version, because requests ran on it, is asked again."""
+PLACE_AGAIN_MS: Final = 500
+"""The same while a sync waits for the place of that version."""
 NO_PAUSE = CheckAdapter | LoadAdapter | UnloadAdapter
 """Calls during which a replica serves on."""
 
@@ -34,6 +36,17 @@ def can_load(engine: EngineState) -> bool:
     """Return whether adapters can be loaded now: an engine whose memory is released has no place for them."""
     memory = engine.asleep or engine.unknown or engine.asleep_by_trainer
     return engine.tokenizer == "present" and Operation.ADAPTERS in engine.operations and not memory
+
+
+def has_place(engine: EngineState, adapter: AdapterVersion | None = None) -> bool:
+    """Return whether the engine can hold this version, or one more, beside those that it lists."""
+    others = engine.adapters.keys() - {adapter.model} if adapter is not None else engine.adapters
+    return engine.adapter_places is None or len(others) < engine.adapter_places
+
+
+def has_place_again(before: EngineState, engine: EngineState) -> bool:
+    """Return whether the engine can hold one more version, and could not before."""
+    return engine.adapter_places is not None and has_place(engine) and not has_place(before)
 
 
 def missing(desired: Desired, engine: EngineState) -> tuple[AdapterVersion, ...]:
@@ -74,7 +87,7 @@ def left(desired: Desired, engine: EngineState) -> tuple[str, ...]:
         return ()
     wanted = {version.model for version in _wanted(desired)}
     unwanted = engine.adapters.keys() - wanted
-    return tuple(sorted(model for model in unwanted if name_of(model) in desired.adapters))
+    return tuple(sorted(model for model in unwanted if split_model(model)[0] in desired.adapters))
 
 
 def plan_adapters(desired: Desired, engine: EngineState, given_up: frozenset[str]) -> tuple[Call, ...]:
@@ -113,6 +126,12 @@ def postponed(unloads: Unloads, models: Iterable[str], now_ms: int) -> Unloads:
     """Return the same, with these versions not due for a while."""
     later = {model: replace(unloads[model], ask_ms=now_ms + UNLOAD_AGAIN_MS) for model in models if model in unloads}
     return {**unloads, **later}
+
+
+def hurried(unloads: Unloads, now_ms: int) -> Unloads:
+    """Return the same, each due soon, since a sync waits for a place."""
+    soon_ms = now_ms + PLACE_AGAIN_MS
+    return {model: replace(unload, ask_ms=min(unload.ask_ms, soon_ms)) for model, unload in unloads.items()}
 
 
 def due(unloads: Unloads, now_ms: int) -> tuple[UnloadAdapter, ...]:
@@ -167,9 +186,3 @@ def _wanted(desired: Desired) -> Iterator[AdapterVersion]:
         yield from adapter.versions
         if adapter.loading is not None:
             yield adapter.loading
-
-
-def name_of(model: str) -> str:
-    """Return the adapter of a version, from what engines call it; empty if it can't be one of a run."""
-    name, mark, version = model.rpartition("-v")
-    return name if mark and version.isdecimal() else ""

@@ -8,10 +8,11 @@ from typing import Final, assert_never
 
 from msgspec.structs import replace
 
-from schemas.commands import Checkpoint, Pushed
+from schemas.commands import Checkpoint, Pushed, split_model
 from schemas.desired import ALL_TAGS, Desired
 from schemas.events import (
     Abort,
+    AwaitIdle,
     AwaitPush,
     Call,
     CheckAdapter,
@@ -37,13 +38,13 @@ from schemas.events import (
 )
 from schemas.identity import Operation
 from schemas.outcomes import ErrorKind, Failed
-from workers.machine.lora import after_adapter_call, in_doubt, is_held, name_of, not_shown, with_listed
+from workers.machine.lora import after_adapter_call, in_doubt, is_held, not_shown, with_listed
 from workers.machine.state import PAUSE_AND_RESUME, EngineState, call_name, with_engine_state
 from workers.machine.weights import as_committed, differs, label_of
 
 _LOADS: Final = (Load, Restore, AwaitPush)
 _REFUSALS: Final = ("source_refused", "unsupported", "refused")
-_SHOWS_NOTHING: Final = frozenset({Flush, Abort, CheckSource, CheckAdapter, CheckProfile, CollectTraces, FinishProfile})
+SHOWS_NOTHING: Final = frozenset({Flush, Abort, CheckSource, CheckAdapter, CheckProfile, CollectTraces, FinishProfile})
 """Calls of which no observation shows whether they were made."""
 
 
@@ -79,6 +80,7 @@ def apply_observation(engine: EngineState, observation: Observation) -> EngineSt
         digest=engine.digest if observation.digest is None else observation.digest,
         launched_from=engine.launched_from or _launched_from(engine, observation),
         recomputes=observation.recomputes,
+        adapter_places=observation.adapter_places,
         trouble=observation.trouble,
         unshown=engine.unshown if observation.instance is None else (),
     )
@@ -170,7 +172,7 @@ def changed_by_others(before: EngineState, after: EngineState, desired: Desired)
     """Whether an observation between two calls shows what none of them did, nor the trainer that pushes its weights."""
     if relaunched(before, after):
         return False
-    if any(name_of(model) in desired.adapters for model in after.adapters.keys() - before.adapters.keys()):
+    if any(split_model(model)[0] in desired.adapters for model in after.adapters.keys() - before.adapters.keys()):
         return True
     awaited = label_of(as_committed(desired.sync)) if desired.sync is not None else None
     explained = before.torn or before.label is None or after.label == awaited
@@ -215,7 +217,7 @@ def apply_result(
         return after, Failed(ErrorKind.ENGINE_ERROR, with_engine_state(message, after))
     if observation is None:
         return _unshown(called, call), None
-    if type(call) in _SHOWS_NOTHING:
+    if type(call) in SHOWS_NOTHING:
         return apply_observation(called, observation), None
     failure = contradiction(call, result, observation)
     after = apply_observation(called, observation)
@@ -303,7 +305,7 @@ def _after_success(engine: EngineState, call: Call, result: Returned) -> EngineS
             return replace(engine, asleep=engine.asleep - call.tags, unknown=engine.unknown - call.tags)
         case CheckAdapter() | LoadAdapter() | UnloadAdapter():
             return after_adapter_call(engine, call)
-        case Observe() | Abort() | CollectTraces() | CheckProfile() | FinishProfile():
+        case Observe() | AwaitIdle() | Abort() | CollectTraces() | CheckProfile() | FinishProfile():
             return engine
         case _:
             assert_never(call)

@@ -11,7 +11,7 @@ from workers.machine.weights import holds_committed
 
 def in_sync(state: AgentState) -> bool:
     """Whether the engine is as desired, with nothing under way. Only then is the replica ready for traffic."""
-    if not state.joined or state.needs_snapshot or _is_disturbed(state) or state.engine.lost:
+    if not state.joined or state.needs_snapshot or _is_disturbed(state) or state.engine.lost or state.desired.draining:
         return False
     if state.identity.node_rank > 0:
         return True
@@ -111,6 +111,8 @@ def _trouble_of_weights(state: AgentState) -> str:
 
 def _trouble_of_engine(state: AgentState) -> str:
     engine, activity = state.engine, state.activity
+    if state.desired.draining:
+        return "leaves the fleet"
     if state.contested:
         return "something else commands its engine and undoes what this agent does; waits for the next command"
     if engine.trouble is not None:

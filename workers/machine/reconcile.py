@@ -13,16 +13,18 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from schemas.commands import Broadcast, Pushed, durable_source
+from schemas.commands import AdapterVersion, Broadcast, Pushed, durable_source
 from schemas.desired import Committed, Desired, ProfileSession, Syncing
 from schemas.events import (
     AwaitPush,
     Call,
+    CheckAdapter,
     CheckProfile,
     CheckSource,
     DiskCall,
     Flush,
     Load,
+    LoadAdapter,
     Observe,
     Pause,
     Restore,
@@ -34,7 +36,19 @@ from schemas.events import (
 )
 from schemas.identity import COLOCATED, OBSERVED, Identity, Operation
 from schemas.selection import trace_directory
-from workers.machine.lora import NO_PAUSE, can_load, due, frozen, left, plan_adapters, postponed, with_unloads
+from workers.machine.lora import (
+    NO_PAUSE,
+    can_load,
+    due,
+    frozen,
+    has_place,
+    hurried,
+    is_held,
+    left,
+    plan_adapters,
+    postponed,
+    with_unloads,
+)
 from workers.machine.state import PAUSE_AND_RESUME, AgentState, EngineState
 from workers.machine.suppressed import still_desired
 from workers.machine.weights import (
@@ -170,7 +184,7 @@ def _calls_of_its_own(state: AgentState, just_observed: bool) -> tuple[Call, ...
     calls = reconcile(desired, engine, state.identity, just_observed=just_observed)
     if engine.lost:
         return (*calls, *pause)
-    if calls or state.bus_lost:  # then another agent may command its engine, by what is committed now
+    if calls or state.bus_lost or desired.draining:  # without a bus, another agent may command it by what holds now
         return calls
     return plan_adapters(desired, engine, state.suppressed.adapters)
 
@@ -184,23 +198,52 @@ def may_call(state: AgentState) -> bool:
     return engine.tokenizer == "present" and not engine.asleep_by_trainer
 
 
-def unloads_now(state: AgentState, now_ms: int) -> tuple[AgentState, tuple[Call, ...]]:
+def unloads_now(state: AgentState, now_ms: int, awaited: bool = False) -> tuple[AgentState, tuple[Call, ...]]:
     """Return the call of an idle machine that unloads a version of an adapter, if it is time; else when it will be.
 
     An engine may take long to unload what requests still use, or for ever while it is paused. So this is the last thing
-    that a machine does, and a command needs no unload.
+    that a machine does, unless a sync has no place for its version otherwise.
+
+    Args:
+        state: Before.
+        now_ms: Now.
+        awaited: A sync waits for a place.
     """
-    primary = state.identity.node_rank == 0
-    leftover = left(state.desired, state.engine) if state.informed and primary and not state.bus_lost else ()
+    leftover = _unwanted(state)
     if not (leftover or state.unloads):
         return state, ()
     unloads = with_unloads(state.unloads, leftover, now_ms, state.settings.adapter_grace_ms)
+    if awaited:
+        unloads = hurried(unloads, now_ms)
     calls = due(unloads, now_ms)
-    if calls and may_call(state) and can_load(state.engine) and state.engine.generating is True:
+    if calls and _may_unload(state):
         return replace(state, unloads=unloads), calls[:1]
     if state.engine.generating is not True and calls:
         return replace(state, unloads=frozen(unloads, now_ms, state.settings.adapter_grace_ms)), ()
     return replace(state, unloads=postponed(unloads, [call.model for call in calls], now_ms)), ()
+
+
+def may_get_place(state: AgentState, adapter: AdapterVersion) -> bool:
+    """Return whether the engine has no place for a version, and may unload another one, which is no longer wanted."""
+    engine = state.engine
+    if is_held(engine, adapter) or has_place(engine, adapter):
+        return False
+    return _may_unload(state) and bool(_unwanted(state))
+
+
+def needs_place(calls: tuple[Call, ...], state: AgentState) -> bool:
+    """Return whether calls load a version for which there may be a place once another one is unloaded."""
+    first = calls[0] if calls else None
+    return isinstance(first, CheckAdapter | LoadAdapter) and may_get_place(state, first.adapter)
+
+
+def _unwanted(state: AgentState) -> tuple[str, ...]:
+    known = state.informed and state.identity.node_rank == 0 and not state.bus_lost
+    return left(state.desired, state.engine) if known else ()
+
+
+def _may_unload(state: AgentState) -> bool:
+    return may_call(state) and can_load(state.engine) and state.engine.generating is True
 
 
 def lacks_memory(call: Call, engine: EngineState) -> bool:
@@ -360,6 +403,8 @@ def may_serve(desired: Desired, engine: EngineState, identity: Identity) -> bool
 def goes_back(desired: Desired, engine: EngineState, identity: Identity) -> bool:
     """Whether the engine goes back to the weights of its launch: a sync failed before anything was committed."""
     if identity.mode is COLOCATED or engine.launched_from is None or desired.sync is not None or desired.quarantined:
+        return False
+    if desired.draining:
         return False
     if not engine.operations >= PAUSE_AND_RESUME:
         return False

@@ -20,6 +20,7 @@ from schemas.events import Answer, CommandReceived, Effect, HeadSeen, RequestRes
 from schemas.identity import OBSERVED, ROLLOUT, Operation
 from schemas.outcomes import ErrorKind, Failed, Outcome, Reason, Skipped
 from workers.machine.commands import is_disk_command, missing_operation, needs_no_engine
+from workers.machine.reconcile import may_get_place
 from workers.machine.state import AgentState
 
 # Outcomes that most agents of a fleet give to most commands. They are built once: building one costs a tenth of a
@@ -236,13 +237,30 @@ def _brought(sync: WeightSync | AdapterSync) -> tuple[str, int]:
 
 
 def is_targeted(state: AgentState, event: CommandReceived) -> bool:
-    """Whether the command's target names this replica or rank."""
+    """Whether the command's target names this replica or rank. None does once the replica leaves the fleet."""
+    if state.desired.draining:
+        return False
     return event.target.replicas is None or event.target.includes(state.identity)
 
 
 def must_wait(state: AgentState, event: CommandReceived, now_ms: int) -> bool:
     """Whether rule 7 keeps the command in the queue: the engine is launching, and its time is not over."""
     return _awaits_launch(state, event) and now_ms < event.at_ms + event.ttl_ms
+
+
+def place_until(state: AgentState, event: CommandReceived) -> int | None:
+    """Return until when a part of an adapter's sync waits for a place that others no longer need, in half of its time;
+    None if it needs none. Only syncs of other adapters wait behind it.
+    """
+    command = event.command
+    if not isinstance(command, AdapterSync) or command.phase not in ("prepare", "load") or state.activity is not None:
+        return None
+    if not is_targeted(state, event) or not may_get_place(state, command.adapter):
+        return None
+    behind = (queued.command for queued in state.queue[1:])
+    if any(not isinstance(other, AdapterSync) or other.adapter.name == command.adapter.name for other in behind):
+        return None
+    return event.at_ms + event.ttl_ms // 2
 
 
 def _awaits_launch(state: AgentState, event: CommandReceived) -> bool:

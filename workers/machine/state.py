@@ -10,6 +10,7 @@ from schemas.commands import AdapterVersion
 from schemas.desired import Committed, Desired, ProfileSession
 from schemas.events import (
     Answer,
+    AwaitIdle,
     AwaitPush,
     Call,
     CommandReceived,
@@ -88,6 +89,7 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
             from, as in an observation.
         stale_adapters: Those that have to be loaded again, since their memory was discarded.
         checked_adapter: The version whose files last passed their check.
+        adapter_places: How many adapters it holds at most; None for no limit, or if it does not say.
     """
 
     name: str = "unknown"
@@ -122,6 +124,7 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     adapters: Mapping[str, str] = {}
     stale_adapters: frozenset[str] = frozenset()
     checked_adapter: AdapterVersion | None = None
+    adapter_places: Count | None = None
 
     @property
     def label_changed(self) -> bool:
@@ -311,6 +314,15 @@ class AgentState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
         """Whether the call under way only waits for weights that the trainer pushes. No engine is called meanwhile."""
         activity = self.activity
         return activity is not None and not activity.overdue and isinstance(activity.calls[0], AwaitPush)
+
+    @property
+    def idle_at_ms(self) -> int | None:
+        """Until when the call under way waits for running requests to end; None if none does."""
+        activity = self.activity
+        if activity is None or activity.trigger is None or activity.overdue:
+            return None
+        call = activity.calls[0]
+        return activity.trigger.at_ms + call.grace_ms if isinstance(call, AwaitIdle) else None
 
     @property
     def in_a_sync(self) -> bool:

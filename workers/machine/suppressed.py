@@ -15,6 +15,7 @@ from schemas.commands import (
     ProfileCommand,
     UnknownCommand,
     WeightSync,
+    split_model,
 )
 from schemas.desired import ALL_TAGS, Desired, requested_session
 from schemas.events import (
@@ -29,7 +30,6 @@ from schemas.events import (
     UnloadAdapter,
 )
 from schemas.identity import Identity
-from workers.machine.lora import name_of
 from workers.machine.state import NOTHING_SUPPRESSED, AgentState, EngineState, Suppressed
 from workers.machine.weights import holds_committed
 
@@ -64,7 +64,7 @@ def clear_suppressed(
         case EngineCommand() if before.sync is None:
             return _clear_engine(suppressed, command)
         case AdapterSync(phase="prepare"):  # older versions of the same adapter get another chance too
-            others = (model for model in suppressed.adapters if name_of(model) != command.adapter.name)
+            others = (model for model in suppressed.adapters if split_model(model)[0] != command.adapter.name)
             return replace(suppressed, adapters=frozenset(others))
         case AdapterSync():
             return replace(suppressed, adapters=suppressed.adapters - {command.adapter.model})
@@ -81,8 +81,8 @@ def without_trainer(suppressed: Suppressed, desired: Desired) -> Suppressed:
     return replace(suppressed, generation=None, quarantined=_of_committed(suppressed, desired))
 
 
-def on_another_launch(suppressed: Suppressed) -> Suppressed:
-    """Return what stays suppressed when the engine was launched again, perhaps with room for other adapters."""
+def with_room(suppressed: Suppressed) -> Suppressed:
+    """Return what stays suppressed when the engine has room for other adapters, or may: it was launched again."""
     return replace(suppressed, adapters=frozenset()) if suppressed.adapters else suppressed
 
 

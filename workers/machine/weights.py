@@ -15,7 +15,7 @@ from workers.machine.state import EngineState
 
 def wanted_weights(desired: Desired, identity: Identity) -> Committed | Syncing | None:
     """Return the weights that the engine should hold now, or None if it should keep what it has."""
-    if identity.mode is COLOCATED:
+    if identity.mode is COLOCATED or desired.draining:
         return None
     if desired.sync is not None:  # also for a replica in quarantine: a sync is its way back
         return desired.sync if desired.sync.phase == "load" else None
@@ -66,6 +66,15 @@ def holds_committed(desired: Desired, engine: EngineState) -> bool:
 def _is_known(engine: EngineState) -> bool:
     """Whether the engine holds the weights of `version`."""
     return not (engine.torn or engine.maybe_pushed) and engine.label == engine.version_label
+
+
+def distrusted(engine: EngineState, desired: Desired) -> EngineState:
+    """Return `engine` without its trust in weights that were committed without this replica, if it holds that version.
+
+    Their bytes are not those of the others, say. Once it may serve again, they are loaded again.
+    """
+    left_out = 0 < desired.quarantined == desired.version == engine.version
+    return replace(engine, torn=True, version_label=engine.label) if left_out and not engine.torn else engine
 
 
 def expect_push(engine: EngineState, desired: Desired) -> EngineState:

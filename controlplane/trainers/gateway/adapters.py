@@ -7,15 +7,17 @@ holds the trainer's. So the run knows what a trainer's name stands for, after a 
 
 import os
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Final, cast
 
 import msgspec
 from msgspec import Raw
 
-from controlplane.machine.adapters import live_versions
+from controlplane.machine.adapters import holds_version, live_versions
 from controlplane.machine.coordinator_state import CoordinatorState, UsedAdapter
-from schemas.commands import AdapterVersion
+from controlplane.machine.fleet_view import FleetView
+from schemas.commands import AdapterVersion, split_model
 from schemas.safetensors.format import UNTOUCHED, checkpoint_refused, open_file
 from schemas.safetensors.manifest import ADAPTER_CONFIG
 from schemas.safetensors.paths import resolve_below
@@ -34,8 +36,7 @@ _names_decoder = msgspec.json.Decoder(list[str | None] | str | None)
 
 def adapter_of(label: str) -> str:
     """Return the adapter that a trainer's name is about: `policy-v7` is a version of `policy`."""
-    name, mark, version = label.rpartition("-v")
-    return name if mark and name and version.isdecimal() else label
+    return split_model(label)[0] or label
 
 
 def label_of(version: AdapterVersion) -> str:
@@ -103,6 +104,20 @@ def with_engine_names(state: CoordinatorState, body: bytes) -> tuple[bytes, list
         many = [_engine_name(state, name, named) for name in (names if isinstance(names, list) else [names])]
         fields[field] = many if isinstance(names, list) else many[0]
     return (msgspec.json.encode(fields) if named else body), named
+
+
+def replica_that_holds(view: FleetView, named: list[UsedAdapter], first: int, replicas: int) -> int | None:
+    """Return the replica that takes a request which names these versions: the one that was asked, or the next one.
+
+    Args:
+        view: The fleet.
+        named: Versions of adapters.
+        first: Index of the replica that was asked.
+        replicas: How many there are.
+    """
+    order = chain(range(first, replicas), range(first))
+    held = (replica for replica in order if all(holds_version(view.state, replica, used) for used in named))
+    return next((replica for replica in held if not view.unfit(replica)), None)
 
 
 def _engine_name(state: CoordinatorState, label: str | None, named: list[UsedAdapter]) -> str | None:

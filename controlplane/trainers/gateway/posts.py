@@ -336,7 +336,7 @@ class Posts:
 
     def _unknown(self) -> list[int]:
         state = self._plane.view().state
-        joined = {name for name, member in state.members.items() if member.joined} | state.retired
+        joined = {name for name, member in state.members.items() if member.joined} | state.retired.keys()
         return [replica for replica in self._replicas if f"{replica}.0" not in joined]
 
     # --- one replica --------------------------------------------------------------------------------------------------

@@ -20,10 +20,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from controlplane.bus.binding import warn_in_red
-from controlplane.machine.adapters import holds_version
 from controlplane.plane import ControlPlane
 from controlplane.trainers.gateway import routes
-from controlplane.trainers.gateway.adapters import with_engine_names
+from controlplane.trainers.gateway.adapters import replica_that_holds, with_engine_names
 from controlplane.trainers.gateway.connections import REASON, BoundedServer, connections_within_limit
 from controlplane.trainers.gateway.passing import ProxyResponse
 from controlplane.trainers.gateway.posts import Posts, status_of
@@ -43,7 +42,9 @@ REASON_MAX: Final = 600
 """Characters of a message in the status line."""
 MOMENT_S: Final = 2.0
 """How long the first update waits for those of the other replicas."""
-NO_ENGINE: Final = "{} is for the engine: start the gateway with `--engine URL` for each replica"
+NO_ENGINE: Final = (
+    "{} is for the engine: start agents with `--url`, or the gateway with `--engine URL` for each replica"
+)
 
 
 class Gateway:
@@ -53,7 +54,8 @@ class Gateway:
         plane: The open control plane of the run.
         replicas: How many replicas there are; their indices are 0, 1, 2 …
         checkpoints: Root of the checkpoints, as the trainer names it. The plane's own root must be the same folder.
-        engines: Base URL of each replica's engine, by index, for requests that are passed on; empty to refuse those.
+        engines: Base URL of each replica's engine, by index, for requests that are passed on; empty for what their
+            agents say. Where none is known, such requests are refused.
         engine_key: API key of the engines.
         host: Address to listen on.
         port: Port to listen on; 0 lets the system choose.
@@ -195,7 +197,8 @@ class Gateway:
                 return await self._pass_on_as_named(request, replica, path, generates=passed == "tokens")
             body, fields = await _fields(request)
         except ValueError as error:
-            return _json(413 if "larger" in str(error) else 400, f"{request.method} {path} is refused: {error}")
+            status = 413 if isinstance(error, BodyTooLarge) else 400
+            return _json(status, f"{request.method} {path} is refused: {error}")
         meaning = routes.read_request(request.method, path, fields, self._roots)
         match meaning:
             case routes.RefusedPost(message):
@@ -206,7 +209,8 @@ class Gateway:
             case routes.Plain.HEALTH:
                 if reason := self._plane.view().unfit(replica):
                     return _json(503, f"replica {replica} does not serve: {reason}")
-                return self._pass_on(request, replica, path, body=body) if self._engines else _json(200, "it serves")
+                there = self._engine(replica)
+                return self._pass_on(request, replica, path, body=body) if there else _json(200, "it serves")
             case routes.Plain.VERSION:
                 return await self._version_of(request, replica, path)
             case routes.Plain.INFO:
@@ -228,14 +232,18 @@ class Gateway:
 
     # --- the engine's own answers -------------------------------------------------------------------------------------
 
+    def _engine(self, replica: int) -> str:
+        """Base URL of the server of a replica: as it was named here, else as its agent says; empty if neither."""
+        return self._engines[replica] if self._engines else self._plane.view().endpoint(replica)
+
     def _pass_on(self, request: Request, replica: int, path: str, *, body: bytes | None = None) -> Response:
-        if not self._engines:
+        if not (engine := self._engine(replica)):
             return _json(400, NO_ENGINE.format(path))
         key = self._engine_key
         return ProxyResponse(
             self._http,
             request,
-            f"{self._engines[replica]}{path}",
+            f"{engine}{path}",
             body=body,
             authorization=f"Bearer {key}" if key else None,
             keeps_authorization=key is None and self._token is None,
@@ -243,20 +251,20 @@ class Gateway:
 
     async def _pass_on_as_named(self, request: Request, replica: int, path: str, *, generates: bool) -> Response:
         """Pass a request on; one for tokens with the engines' names of adapters, to a replica that holds them."""
-        view = self._plane.view()
-        if generates and self._engines and (reason := view.unfit(replica)):
+        view, engine = self._plane.view(), self._engine(replica)
+        if generates and (reason := view.unfit(replica)):
             return _json(503, f"replica {replica} answers no requests: {reason}")
-        if not (generates and self._engines and view.state.adapters):
+        if not (generates and engine and view.state.adapters):
             return self._pass_on(request, replica, path)
         try:
             body, named = with_engine_names(view.state, await _body(request, TOKENS_BYTES_MAX))
         except LookupError as error:
             return _json(404, str(error.args[0]))
-        for other in (*range(replica, self._replicas), *range(replica)):
-            if all(holds_version(view.state, other, used) for used in named) and not view.unfit(other):
-                return self._pass_on(request, other, path, body=body)
-        models = ", ".join(used.adapter.model for used in named)
-        return _json(503, f"no replica that answers requests holds {models} now")
+        taker = replica_that_holds(view, named, replica, self._replicas)
+        if taker is None:
+            models = ", ".join(used.adapter.model for used in named)
+            return _json(503, f"no replica that answers requests holds {models} now")
+        return self._pass_on(request, taker, path, body=body)
 
     async def _version_of(self, request: Request, replica: int, path: str) -> Response:
         """The engine's answer, with the trainer's label in place of the number of the bus.
@@ -265,18 +273,18 @@ class Gateway:
         """
         serving, label = self._plane.serving().get(replica), self._posts.label_of(replica)
         known: dict[str, object] = {"weight_version": label} if label else {}
-        if not self._engines or (known and path == "/get_weight_version"):
+        if not self._engine(replica) or (known and path == "/get_weight_version"):
             return JSONResponse({"weight_version": "unknown" if serving is None else str(serving), **known})
         return await self._answer_with(request, replica, path, known)
 
     async def _answer_with(self, request: Request, replica: int, path: str, known: dict[str, object]) -> Response:
         """The engine's answer with what is known better here."""
-        if not self._engines:
+        if not (engine := self._engine(replica)):
             return _json(400, NO_ENGINE.format(path))
         given = request.headers.get("authorization") if self._token is None else None
         authorization = f"Bearer {self._engine_key}" if self._engine_key else given
         headers = {"authorization": authorization} if authorization else {}
-        url = httpx.URL(f"{self._engines[replica]}{path}", query=request.scope["query_string"] or None)
+        url = httpx.URL(f"{engine}{path}", query=request.scope["query_string"] or None)
         try:
             found = await self._http.get(url, headers=headers, timeout=30.0)
             if found.status_code != 200:
@@ -335,12 +343,16 @@ async def _fields(request: Request) -> tuple[bytes, dict[str, object]]:
     return body, {**dict(request.query_params), **content}
 
 
+class BodyTooLarge(ValueError):
+    """A body that is answered here is bounded."""
+
+
 async def _body(request: Request, bytes_max: int) -> bytes:
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > bytes_max:
-            raise ValueError(f"its body is larger than {bytes_max} bytes")
+            raise BodyTooLarge(f"its body is larger than {bytes_max} bytes")
     return bytes(body)
 
 

@@ -9,8 +9,9 @@ TRL calls the transfer at the beginning and every `weight_sync_steps`, and drain
 Read from, and run with, trl 1.16.0 (`trainer/grpo_trainer.py`, `experimental/async_grpo/`) and transformers 5.23.0.
 """
 
+from controlplane.trainers.gate import Gate
 from controlplane.trainers.trl.async_grpo import BusWeightTransfer, VllmRolloutWorker
 from controlplane.trainers.trl.grpo import FleetSync, VllmRollouts, logprob_gaps
 from controlplane.trainers.trl.steps import BusSteps
 
-__all__ = ["BusSteps", "BusWeightTransfer", "FleetSync", "VllmRolloutWorker", "VllmRollouts", "logprob_gaps"]
+__all__ = ["BusSteps", "BusWeightTransfer", "FleetSync", "Gate", "VllmRolloutWorker", "VllmRollouts", "logprob_gaps"]

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from controlplane.plane import ControlPlane
 from controlplane.trainers.checkpoints import CheckpointSync
-from controlplane.trainers.completions import CompletionsClient, NewestAdapter, Rollout, again_and_again
+from controlplane.trainers.completions import NewestAdapter, Rollout, again_and_again
+from controlplane.trainers.gate import Gate, GatedQueue, GatedRollouts
 from controlplane.trainers.trl.adapters import ADAPTER, active_of, adapter_of, newest_of, save_adapter
 from controlplane.trainers.trl.prompts import prompt_ids, sampling
 from controlplane.trainers.trl.steps import BusSteps
@@ -120,29 +121,37 @@ class VllmRolloutWorker:
 
     Args:
         plane: The open control plane.
-        urls: Where this process reaches each replica's vLLM server, by the index of the replica.
+        urls: Where this process reaches each replica's vLLM server, by the index of the replica; None for what their
+            agents say (`ControlPlane.endpoints`).
         args: The trainer's configuration.
         dataset: Rows with a `prompt`; their other columns are passed to the reward functions. It is read again and
             again, so it can't be an iterator that is used up.
         reward_funcs: Functions of `prompts`, `completions`, `completion_ids` and the columns; they return floats.
         tokenizer: The trainer's `processing_class`.
+        gate: Which samples are taken. Each is judged before it is scored, and sampled again if it is refused; and when
+            the trainer takes it, and left out if it is refused then. The servers must be launched with
+            `--enable-scale-out`, but for adapters. None to take all, and count none.
         timeout: Seconds for one request, and for waiting while no replica serves.
     """
 
     def __init__(
         self,
         plane: ControlPlane,
-        urls: Mapping[int, str],
+        urls: Mapping[int, str] | None = None,
         *,
         args: Any,
         dataset: Iterable[Mapping[str, Any]],
         reward_funcs: Sequence[Callable[..., list[float]]],
         tokenizer: Any,
+        gate: Gate | None = None,
         timeout: float = 600.0,
     ) -> None:
-        self.rollout_buffer: queue.Queue[Any] = queue.Queue(args.queue_maxsize)
+        self._rollouts, self._plane = GatedRollouts(plane, urls, gate, timeout), plane
+        wanted = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self._rows_at_once = max(1, wanted // args.num_generations)
+        at_once = self._rows_at_once * args.num_generations
+        self.rollout_buffer: queue.Queue[Any] = GatedQueue(self._rollouts, args.queue_maxsize, at_once)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
-        self._client, self._plane = CompletionsClient(plane.serving, urls, timeout=timeout), plane
         self._adapter: NewestAdapter | None = None
         self._args, self._dataset, self._rewards, self._tokenizer = args, dataset, reward_funcs, tokenizer
         self._version, self._groups = 0, itertools.count()
@@ -172,8 +181,7 @@ class VllmRolloutWorker:
                 self._adapter = newest_of(self._plane)
             rows = again_and_again(self._dataset)
             while not self._ending.is_set():
-                wanted = self._args.per_device_train_batch_size * self._args.gradient_accumulation_steps
-                self._roll(list(itertools.islice(rows, max(1, wanted // self._args.num_generations))))
+                self._roll(list(itertools.islice(rows, self._rows_at_once)))
         except Exception as error:  # raised by check_health, in the trainer's thread
             self._failure = error
 
@@ -182,12 +190,12 @@ class VllmRolloutWorker:
         size, version = self._args.num_generations, self._version
         ids = [prompt_ids(row["prompt"], self._tokenizer, self._args) for row in rows]
         asked = [one for one in ids for _ in range(size)]
-        completions = self._client.generate(asked, sampling(self._args), self._adapter)
+        completions = self._rollouts.generate(asked, sampling(self._args), self._adapter, taken=False)
         self._progress = time.monotonic()
         for number, (row, prompt) in enumerate(zip(rows, ids, strict=True)):
             group = completions[number * size : (number + 1) * size]
-            for sample in self._scored(row, prompt, group, version):
-                self._put(sample)
+            for judged in zip(self._scored(row, prompt, group, version), group, strict=True):
+                self._put(judged)
 
     def _scored(self, row: Mapping[str, Any], prompt: list[int], group: list[Rollout], version: int) -> Iterator[Any]:
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample  # GRPOTrainer does not need it
@@ -216,10 +224,10 @@ class VllmRolloutWorker:
                 enqueued_at=time.time(),
             )
 
-    def _put(self, sample: Any) -> None:
+    def _put(self, judged: tuple[Any, Rollout]) -> None:
         """Wait for room, as long as the training lasts."""
         while not self._ending.is_set():
             try:
-                return self.rollout_buffer.put(sample, timeout=1)
+                return self.rollout_buffer.put(judged, timeout=1)
             except queue.Full:
                 self._progress = time.monotonic()  # the trainer is slow, not the engines

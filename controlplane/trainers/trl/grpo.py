@@ -11,7 +11,8 @@ from transformers.utils import logging
 
 from controlplane.plane import ControlPlane
 from controlplane.trainers.checkpoints import CheckpointSync
-from controlplane.trainers.completions import CompletionsClient, Rollout
+from controlplane.trainers.completions import Rollout
+from controlplane.trainers.gate import Gate, GatedRollouts
 from controlplane.trainers.trl.adapters import adapter_of, newest_of, save_adapter
 from controlplane.trainers.trl.prompts import prompt_ids, sampling
 from controlplane.trainers.trl.steps import BusSteps, warn_of_unseen
@@ -95,10 +96,13 @@ class VllmRollouts:
 
     Args:
         plane: The open control plane.
-        urls: Where this process reaches each replica's vLLM server, by the index of the replica.
+        urls: Where this process reaches each replica's vLLM server, by the index of the replica; None for what their
+            agents say (`ControlPlane.endpoints`).
         max_logprob_gap: If given, each logprob of vLLM is compared with the one that the trainer's own model computes,
             at the price of a forward pass. A larger difference ends the training: it was sampled from other weights, or
             in another precision. None to compare nothing.
+        gate: Which completions are taken; a prompt whose completion is refused is sampled again. The servers must be
+            launched with `--enable-scale-out`, but for adapters. None to take all, and count none.
         timeout: Seconds for one request, and for waiting while no replica serves.
 
     Attributes:
@@ -107,20 +111,21 @@ class VllmRollouts:
 
     Raises:
         ConfigError: At the first batch: a replica has no URL, or an URL no vLLM.
-        EngineError: A server refuses the requests, or the logprobs differ.
+        EngineError: A server refuses the requests, the logprobs differ, or each completion of a prompt is refused.
         AgentsMissing: No replica served for as long as the timeout.
     """
 
     def __init__(
         self,
         plane: ControlPlane,
-        urls: Mapping[int, str],
+        urls: Mapping[int, str] | None = None,
         *,
         max_logprob_gap: float | None = None,
+        gate: Gate | None = None,
         timeout: float = 600.0,
     ) -> None:
         warn_of_unseen()
-        self._client = CompletionsClient(plane.serving, urls, timeout=timeout)
+        self._rollouts = GatedRollouts(plane, urls, gate, timeout)
         self._adapter, self._max_gap = newest_of(plane), max_logprob_gap
         self.replicas: tuple[int, ...] = ()
         self.logprob_gaps: list[float] = []
@@ -129,7 +134,7 @@ class VllmRollouts:
         """Return what `GRPOTrainer` asks for: `prompt_ids`, `completion_ids` and `logprobs`, a list for each prompt."""
         ids = [prompt_ids(prompt, trainer.processing_class, trainer.args) for prompt in prompts]
         adapter = self._adapter if adapter_of(trainer.model) else None
-        completions = self._client.generate(ids, sampling(trainer.args), adapter)
+        completions = self._rollouts.generate(ids, sampling(trainer.args), adapter, taken=True)
         self.replicas = tuple(sorted({completion.replica for completion in completions}))
         if self._max_gap is not None:
             self._compare(ids, completions, trainer, self._max_gap)

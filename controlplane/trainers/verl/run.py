@@ -22,7 +22,7 @@ from controlplane.tickets import Ticket
 from controlplane.trainers.verl.servers import ServerEngines
 from controlplane.trainers.verl.settings import SECTION, VerlSettings
 from schemas.commands import Pushed
-from schemas.config import AgentConfig
+from schemas.config import AgentConfig, BusConfig
 from schemas.errors import ConfigError, ExtraMissing, RolloutctlError, SyncInProgress
 from schemas.identity import RolloutMode
 from schemas.logs import logger_of
@@ -80,6 +80,7 @@ class VerlRun:
             settings.address,
             log=settings.log,
             run=settings.run or None,
+            config=BusConfig(log_copy=settings.log_copy or None),
             profiler=profiler,
             keys=settings.keys or None,
             insecure=settings.insecure,

@@ -19,8 +19,8 @@ class VerlSettings(Struct, frozen=True, kw_only=True):
     Attributes:
         log: File of the run's log; `rolloutctl/run.db` below `trainer.default_local_dir` by default. A run that resumes
             continues it.
-        run: `new` to begin a run and keep the log of an earlier one beside it, `resume` to continue the one in the log,
-            which must exist. By default a run that is there is continued, with a warning.
+        run: `auto` to continue the run in the log if there is one, else to begin one; `new` to begin a run and keep the
+            log of an earlier one beside it; `resume` to continue the one in the log, which must exist.
         address: Where agents connect, as their nodes reach it. One that other machines can reach needs `keys`.
         keys: Folder with the keys of the bus, made by `rolloutctl keys`.
         agent_keys: Key file on the servers' nodes; `{agent}` in it stands for the agent's name, e.g. 0.1.
@@ -33,10 +33,12 @@ class VerlSettings(Struct, frozen=True, kw_only=True):
         quorum: Replicas that must hold new weights for a commit. The others of the fleet are quarantined or unproven.
         metrics_port: `[HOST:]PORT` where the task runner serves the metrics of the bus to Prometheus; without HOST, to
             its own machine. None for no metrics.
+        log_copy: Folder of a live copy of the log, for a task runner that may start again on another machine; empty for
+            none. `log` must be on a disk of the machine then.
     """
 
     log: str = ""
-    run: str = ""
+    run: str = "auto"
     address: str = "tcp://127.0.0.1:0"
     keys: str = ""
     agent_keys: str = ""
@@ -47,6 +49,7 @@ class VerlSettings(Struct, frozen=True, kw_only=True):
     join_timeout: Annotated[float, Meta(ge=1, le=86_400)] = 120.0
     quorum: Annotated[int, Meta(ge=1, le=65_536)] = 1
     metrics_port: int | str | None = None
+    log_copy: str = ""
 
 
 def read_settings(section: Mapping[str, Any], folder: Path, traces: Path, path: str = SECTION) -> VerlSettings:
@@ -70,6 +73,7 @@ def read_settings(section: Mapping[str, Any], folder: Path, traces: Path, path: 
     return replace(
         settings,
         log=str(log),
+        log_copy=str(Path(settings.log_copy).expanduser().absolute()) if settings.log_copy else "",
         state=str(Path(settings.state).expanduser().absolute()) if settings.state else "",
         traces=str(Path(settings.traces or traces).expanduser().absolute()),
     )

@@ -154,6 +154,7 @@ class RealProcess:
                 reconcile_timeout_ms=5000,
                 on_lost_bus=self.slot.on_lost_bus,
                 memory=self.slot.engine.memory if self.slot.engine is not None else "agent",
+                rejoin=self.slot.rejoins,
             ),
             context=cast(Any, self.host),
         )
@@ -187,7 +188,8 @@ class RealProcess:
     def _may_end(self, error: BaseException | None) -> bool:
         """Whether it was asked to end, or its backend has cancelled it, of which it says so."""
         asked = self._leaving and isinstance(error, asyncio.CancelledError | None)
-        return asked or (self.driver_killed and isinstance(error, AgentError))
+        drained = error is None and self.state.desired.draining
+        return asked or drained or (self.driver_killed and isinstance(error, AgentError))
 
     def _give_up(self) -> None:
         """The bus refuses this agent for good. Now and then somebody starts it again all the same."""
@@ -221,6 +223,15 @@ class RealProcess:
             self.world.say(f"{self.peer} leaves")
             self._leaving = True
             self.world.inside(self._scope.cancel)
+
+    def ask_to_leave(self, grace_ms: int) -> None:
+        """Be asked to end in good order, and end without that if it takes too long."""
+        if self.alive and self._scope is not None and self.state.joined:
+            self.world.spawn(self._drain(grace_ms))
+
+    async def _drain(self, grace_ms: int) -> None:
+        await self.agent.drain(grace_ms / 1000)
+        self.leave()
 
     def _gone(self) -> None:
         self.alive, self.dead = False, True
@@ -266,7 +277,9 @@ class RealProcess:
             if isinstance(effect, events.Perform):
                 self.requested_ms = self.world.now
                 self.trigger = self.state.activity.trigger if self.state.activity is not None else None
-            if isinstance(effect, events.Perform) and isinstance(effect.call, events.AwaitPush | events.Observe):
+            if isinstance(effect, events.Perform) and isinstance(
+                effect.call, events.AwaitPush | events.AwaitIdle | events.Observe
+            ):
                 self.world.promises.performing(cast("Process", self), effect)
 
     def returned(self, attempt: Attempt) -> None:

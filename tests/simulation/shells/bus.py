@@ -10,7 +10,6 @@ import anyio
 from anyio import CancelScope
 
 from controlplane.bus.bus import Bus
-from controlplane.bus.callers import Request
 from controlplane.machine import events
 from controlplane.machine.coordinator import CoordinatorState, decide
 from controlplane.record.log import RunLog
@@ -147,7 +146,7 @@ class RealBus:
 
     # --- orders -------------------------------------------------------------------------------------------------------
 
-    def order(self, order: Request) -> None:
+    def order(self, order: events.CallerEvent) -> None:
         """Hand over what the trainer wants."""
         bus, ticket = self._real, None
         if bus is None or not bus.is_up or self.dead:
@@ -202,12 +201,12 @@ COORDINATOR = ("heartbeat_ms", "agent_timeout_ms", "lease_ms", "history", "retra
 class RealTrainer(Trainer):
     """The trainer, which hands its orders to a real bus."""
 
-    def hand_over(self, bus: Life, order: Request) -> None:
+    def hand_over(self, bus: Life, order: events.CallerEvent) -> None:
         """Hand an order to the bus."""
         cast("RealBus", bus).order(order)
 
 
-def _hand_over(bus: Bus, order: Request) -> Ticket[Any] | None:
+def _hand_over(bus: Bus, order: events.CallerEvent) -> Ticket[Any] | None:
     match order:
         case events.Issued():
             return bus.publish(order.command, order.target, order.timeout_ms)

@@ -23,7 +23,7 @@ import anyio
 import controlplane.bus.bus
 import workers.link.connection
 import workers.link.link
-from schemas.errors import AddressInUse, BusError
+from schemas.errors import AddressInUse
 from schemas.transport.async_socket import BURST, Sent
 from schemas.transport.sockets import DEAD_HOST_MS, FRAME_BYTES_MAX, REDIAL_MS, REDIAL_MS_MAX
 from schemas.transport.wakeup import callback_context
@@ -200,8 +200,6 @@ class _Socket:
     def __init__(self, host: Host, address: str) -> None:
         self.host, self.address = host, address
         self.closed = False
-        self.safety_polls = 0
-        self.held_s = 0.0
         self.conns: list[_Conn] = []
         self._inbox: deque[Frames] = deque()
         self._changed: asyncio.Future[None] | None = None
@@ -236,12 +234,6 @@ class _Socket:
         finally:
             self._receive = None
 
-    def take_elsewhere(self) -> Frames | None:
-        return self._inbox.popleft() if self._inbox else None
-
-    def recheck(self) -> None:
-        self._wake()
-
     def _deliver(self, conn: _Conn, frames: Frames) -> None:
         self._inbox.append(frames)
         self._wake()
@@ -273,16 +265,7 @@ class _Socket:
     def send_nowait(self, frames: Sequence[bytes]) -> Sent:
         raise NotImplementedError
 
-    def send_elsewhere(self, frames: Sequence[bytes]) -> None:
-        self.send_nowait(frames)
-
     # --- the end ------------------------------------------------------------------------------------------------------
-
-    def cut_off_sender(self) -> None:
-        raise AssertionError("no peer in this network floods the bus, or subscribes to what it should not")
-
-    def cut_off_floods(self) -> int:
-        return 0
 
     def lose(self, conn: _Conn) -> None:
         if conn in self.conns:
@@ -334,8 +317,6 @@ class _Listener(_Socket):
         if self.host.network.listeners.get(self.address) is self:
             del self.host.network.listeners[self.address]
 
-    unbind = stop_listening
-
     def accept(self, conn: _Conn) -> None:
         self.conns.append(conn)
 
@@ -358,21 +339,22 @@ class Router(_Listener):
         conn.carry(list(frames[1:]), up=False, deliver=conn.dialler._deliver)
         return Sent.OK
 
-    async def send(self, frames: Sequence[bytes]) -> None:
-        raise BusError("a router does not wait for one slow peer: use send_nowait and check its result")
-
     def _deliver(self, conn: _Conn, frames: Frames) -> None:
         super()._deliver(conn, [conn.id, *frames])
 
 
 class Publisher(_Listener):
-    """As `bus_publisher`."""
+    """As `bus_publisher`. No peer in this network floods it."""
 
     publishes = True
+    held_s = 0.0
 
     def __init__(self, context: Host, address: str, **_: object) -> None:
         super().__init__(context, address)
         self._welcome = b""
+
+    def cut_off_floods(self) -> int:
+        return 0
 
     def set_welcome(self, frame: bytes) -> None:
         self._check()
@@ -473,9 +455,6 @@ class Dealer(_Dialled):
             await self._wait()
             self._check()
 
-    def redial(self, keys: None) -> None:
-        raise AssertionError("nothing refuses a connection without keys")
-
 
 class Subscriber(_Dialled):
     """As `agent_subscriber`, without keys."""
@@ -485,9 +464,6 @@ class Subscriber(_Dialled):
     def __init__(self, context: Host, address: str, topics: Sequence[bytes], keys: None = None) -> None:
         self.topics = topics
         super().__init__(context, address)
-
-    def send_nowait(self, frames: Sequence[bytes]) -> Sent:
-        raise AssertionError("a subscriber sends nothing")
 
     def _deliver(self, conn: _Conn, frames: Frames) -> None:
         self.host.published_s = asyncio.get_running_loop().time()

@@ -6,12 +6,9 @@ has to be changed here as well.
     python -m tests.simulation.shells.test_guards NAME 0 200       # the first seed that notices
 """
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.simulation.test_guards import ROOT, Finder, Guard
+from tests.simulation.test_guards import Guard, check_noticed, search
 
 GUARDS = {
     "an end that nothing asked for": Guard(
@@ -111,26 +108,8 @@ GUARDS = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", GUARDS)
 def test_without_a_guard_a_promise_breaks(name: str) -> None:
-    command = [sys.executable, "-m", __name__, name, str(GUARDS[name].first), "200"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
-
-
-def main() -> int:
-    """Run seeds without a guard until one notices, and print which."""
-    name, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    sys.meta_path.insert(0, Finder(GUARDS[name]))
-    from tests.simulation.shells.world import simulate
-
-    for seed in (first, *range(last)):
-        try:
-            simulate(seed)
-        except Exception as error:
-            sys.stdout.write(f"{name}: seed {seed}: {type(error).__name__} {error!s:.150}\n")
-            return 0
-    sys.stdout.write(f"{name}: not noticed\n")
-    return 1
+    check_noticed(__name__, name, GUARDS[name].first, 200)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(search(GUARDS, "tests.simulation.shells.world"))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from schemas.transport.wakeup import callback_context
 from schemas.wire import encode
 from tests.simulation.adapters import GRACE_MS
 from tests.simulation.bus import Bus
-from tests.simulation.cluster import World
+from tests.simulation.cluster import World, main
 from tests.simulation.promises import Broken, Promises
 from tests.simulation.shells import clock
 from tests.simulation.shells.agents import RealProcess, RealSlot
@@ -280,23 +279,5 @@ def simulate(seed: int, story: list[str] | None = None) -> ShellWorld:
     return world
 
 
-def main() -> int:
-    """Run one seed and print its story, or a range of seeds and print what broke."""
-    first, *last = (int(number) for number in sys.argv[1:3])
-    broken = 0
-    for seed in range(first, last[0] if last else first + 1):
-        story: list[str] | None = None if last else []
-        found = ""
-        try:
-            simulate(seed, story)
-        except Exception as error:
-            found = f"seed {seed}: {type(error).__name__} {error}"
-        broken += bool(found)
-        if story is not None or found:
-            sys.stdout.write("\n".join([*(story or ()), found or "every promise held"]) + "\n")
-            sys.stdout.flush()
-    return 1 if broken else 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(simulate))

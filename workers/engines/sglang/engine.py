@@ -6,8 +6,9 @@ methods, so the backend looks up which ones a method takes.
 Where SGLang differs from other engines:
 
 - It dies where others return an error: on a release while requests run, on a resume of what was not released, on a
-  load that flushes while requests run, on a profile by stage without a number of steps. The machine prevents most of
-  this. Here, a release comes after a flush that succeeded, and a load never flushes.
+  load that flushes while requests run (up to 0.5.21), on a profile by stage without a number of steps. The machine
+  prevents most of this. Here, a release comes after a flush that succeeded, and a load flushes on CPUs only, from
+  0.5.22 on.
 - Health proves nothing: on node ranks above 0 it is 200, and every engine route is 404. `/server_info` is decisive.
 - A second start of a profile is a 200 that discards the first, whichever client started it. Only a start for a later
   forward step reveals whether a session is open. So before each start, the backend sends one for a step that never
@@ -52,6 +53,7 @@ STAGES: Final = 2
 
 _IN_GROUP: Final = "group name has already been created"
 """torch's answer to a process that is in the group (`_new_process_group_helper`, 2.5 to 2.13)."""
+_NOT_FLUSHED: Final = "Weights were updated, but the cache was not flushed"
 _UPDATE: Final = ("begin_weight_update", "end_weight_update")  # from 0.5.21 on
 
 
@@ -59,6 +61,8 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
     """One SGLang engine, seen from one node of its replica. The client reaches this node's own server."""
 
     kind, _loaded_option = SGLANG, "--max-loaded-loras"
+    _checksums = "check_weights", "allow_quant_error"  # which came one release after the checksums, in 0.5.15
+    _flushed = False  # by the last call, which was a load: the engine is paused, so its cache is still empty
 
     async def open(self) -> None:
         """Attach to the engine.
@@ -70,9 +74,10 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
 
     async def perform(self, call: events.EngineCall, timeout_s: float) -> events.Returned:
         client, launch = await self._attached()
+        flushed, self._flushed = self._flushed, False
         match call:
             case events.CheckSource():
-                await self._check_source(launch, call)
+                await self._check_source(launch, call, timeout_s)
             case events.Pause():
                 await self._pause(client, launch, call, timeout_s)
             case events.Resume():
@@ -82,9 +87,11 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
             case events.Wake():
                 await client.call("resume_memory_occupation", tags=sorted(call.tags))
             case Load() | Restore():
-                await self._load(client, launch, call)
-            case events.Flush():
+                return await self._load(client, launch, call)
+            case events.Flush() if not flushed:
                 await self._flush(client, launch, timeout_s)
+            case events.Flush():
+                pass
             case events.Abort():
                 await client.call("abort_request", rid="", abort_all=True)
             case events.CheckProfile() | events.StartProfile() | events.StopProfile():
@@ -112,17 +119,24 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
         await self._flush(client, launch, timeout_s)
         await client.call("release_memory_occupation", tags=sorted(call.tags))
 
-    async def _load(self, client: EngineClient, launch: SGLangLaunch, call: Load | Restore) -> None:
+    async def _load(self, client: EngineClient, launch: SGLangLaunch, call: Load | Restore) -> events.Returned:
         if isinstance(call, Load) and isinstance(call.source, Broadcast):
             await self._receive(client, launch, call.source, call.manifest)
         else:
             directory = await to_thread.run_sync(self._directory, launch, call)
-            # Without a format it may fall back to unpickling. Its own flush kills versions up to 0.5.21.
-            await client.call(
-                "update_weights_from_disk", model_path=str(directory), load_format="safetensors", flush_cache=False
-            )
+            flush = launch.flushes_in_load
+            try:
+                # Without a format it may fall back to unpickling.
+                await client.call(
+                    "update_weights_from_disk", model_path=str(directory), load_format="safetensors", flush_cache=flush
+                )
+                self._flushed = flush
+            except CallRefused as error:
+                if _NOT_FLUSHED not in error.body:
+                    raise
         with begun():
             await client.call("update_weight_version", new_version=label_after(call), abort_all_requests=False)
+            return await self._loaded(client, launch, call)
 
     async def _receive(
         self, client: EngineClient, launch: SGLangLaunch, source: Broadcast, manifest: Manifest | None

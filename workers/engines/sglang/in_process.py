@@ -39,6 +39,7 @@ REQUEST_OF: Final[Mapping[str, str]] = {
     "end_weight_update": "EndWeightUpdateReqInput",
     "init_weights_update_group": "InitWeightsUpdateGroupReqInput",
     "update_weight_version": "UpdateWeightVersionReqInput",
+    "check_weights": "CheckWeightsReqInput",
     "load_lora_adapter": "LoadLoRAAdapterReqInput",
     "unload_lora_adapter": "UnloadLoRAAdapterReqInput",
 }
@@ -49,6 +50,7 @@ KEPT: Final = ("list_models", "count_lora_requests")
 """What is read of its registry of adapters."""
 LAUNCH: Final = (
     *("random_seed", "node_rank", "nnodes", "device", "model_path", "load_format", "tp_size", "pp_size", "dp_size"),
+    *("dtype", "quantization"),
     *("enable_dp_attention", "attn_dp_size"),
     *("enable_memory_saver", "enable_weights_cpu_backup"),
     *("enable_lora", "max_lora_rank", "lora_target_modules", "max_loras_per_batch", "max_loaded_loras"),
@@ -146,7 +148,7 @@ class TokenizerManagerClient(InProcessClient):
         succeeded, answer = _verdict(result)
         if not succeeded:
             raise CallRefused(f"{self.where}.{method} answered no: {answer}", None, answer)
-        return result
+        return result[2] if method == "check_weights" and isinstance(result, tuple) else result  # of each rank
 
     async def _translated(self, method: str, arguments: dict[str, object]) -> object:
         """Do what the server's route of this method does."""

@@ -7,7 +7,7 @@ from typing import Final
 from schemas.commands import ProfileActivity, ProfilePlan
 from schemas.errors import UnsupportedError
 from schemas.identity import Operation
-from workers.engines.sglang.launch import SGLangLaunch
+from workers.engines.sglang.launch import SGLangLaunch, release
 from workers.limits import Limit, require_recordable
 
 NEVER: Final[Mapping[str, object]] = {"start_step": 1 << 60, "activities": []}
@@ -25,8 +25,8 @@ _RECORDED: Final[Mapping[str, frozenset[ProfileActivity]]] = {
 """By device. A scheduler that is asked to record CUDA's memory where there is none dies (0.5.6 to 0.5.23)."""
 
 _ONE_FORWARD_SHORT: Final = (0, 5, 16)
-"""Below this version `num_steps` records one forward step fewer. The only place where a version is compared: nothing
-else that is visible from outside distinguishes the two behaviours."""
+"""Below this version `num_steps` records one forward step fewer. Nothing else that is visible from outside tells them
+apart."""
 
 
 def profile_arguments(plan: ProfilePlan, directory: str, traces: Path, launch: SGLangLaunch) -> dict[str, object]:
@@ -37,7 +37,7 @@ def profile_arguments(plan: ProfilePlan, directory: str, traces: Path, launch: S
     parameters, window = launch.methods["start_profile"], plan.window
     arguments: dict[str, object] = {"output_dir": str(traces / directory), **trace_contents(plan)}
     if window is not None and window.end is not None:
-        extra_step = records_one_short(launch.version) and not plan.by_stage
+        extra_step = () < release(launch.version) < _ONE_FORWARD_SHORT and not plan.by_stage
         arguments["num_steps"] = window.end + (1 if extra_step else 0)
     if plan.by_stage:
         arguments["profile_by_stage"] = True
@@ -58,12 +58,6 @@ def trace_contents(plan: ProfilePlan) -> dict[str, object]:
         "with_stack": plan.with_stack or plan.with_modules,
         "record_shapes": plan.record_shapes,
     }
-
-
-def records_one_short(version: str) -> bool:
-    """Return whether this version records one forward step fewer than `num_steps` says."""
-    digits = [int(part) for part in version.split(".")[:3] if part.isdigit()]
-    return len(digits) == 3 and tuple(digits) < _ONE_FORWARD_SHORT
 
 
 def _limits(plan: ProfilePlan, launch: SGLangLaunch) -> tuple[Limit, ...]:

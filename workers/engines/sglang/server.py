@@ -23,6 +23,7 @@ ROUTES: Final[Mapping[str, Route]] = {
     "end_weight_update": Route("POST", "/end_weight_update"),
     "init_weights_update_group": Route("POST", "/init_weights_update_group"),
     "update_weight_version": Route("POST", "/update_weight_version", repeatable=True),
+    "check_weights": Route("POST", "/weights_checker", answer="ranks"),
     "get_weight_version": Route("GET", "/model_info", answer="weight_version"),
     "is_ready": Route("GET", "/ready"),
     "load_lora_adapter": Route("POST", "/load_lora_adapter"),

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from schemas import events
 from schemas.commands import Checkpoint
 from schemas.errors import CheckpointError, ExtraMissing, RefusedError
-from schemas.identity import Identity, Operation
+from schemas.identity import Digests, Identity, Operation
 from schemas.safetensors.format import TensorSpec, find_tensors
 from schemas.safetensors.manifest import content_differs
 from schemas.safetensors.paths import resolve_below
@@ -50,8 +50,10 @@ class TinyEngine:
         traces: Root of the directories of profiling sessions.
         serve: `ipc://PATH` at which clients find its front end; None for no front end.
         seed: Seed of the weights that it starts with.
+        digests: After which loads the digest of its weights is computed; after those of syncs with one in any case.
         config: Shape of the model; None for a small one.
         device: Where its weights and forwards are, as torch names it.
+        places: How many adapters it holds at most; None for no limit.
     """
 
     def __init__(
@@ -62,12 +64,15 @@ class TinyEngine:
         traces: Path,
         serve: str | None = None,
         seed: int = 0,
+        digests: Digests = "announced",
         config: "TinyConfig | None" = None,
         device: str = "cpu",
+        places: int | None = None,
     ) -> None:
         self._identity = identity
-        self._checkpoints, self._traces = checkpoints, traces
+        self._checkpoints, self._traces, self._digests = checkpoints, traces, digests
         self._serve, self._seed, self._config, self._device = serve, seed, config, device
+        self._places = places
         self._instance = ""
         self._layout: dict[str, TensorSpec] = {}
         self._sources = SourceChecker(checkpoints)
@@ -148,6 +153,7 @@ class TinyEngine:
             remedies=events.Remedies(launched_from=f"seed {self._seed}"),
             recomputes=True,
             adapters={},
+            adapter_places=self._places,
         )
         with ExitStack() as stack:
             scheduler = Scheduler(self._config or TinyConfig(), self._seed, launched, self._device)
@@ -204,7 +210,7 @@ class TinyEngine:
         return self._sources.checked_directory(call.source, call.manifest, None)
 
     def _read(self, call: events.Load) -> "tuple[dict[str, Tensor], str | None]":
-        """Read a checkpoint. Returns its tensors, and their content digest if the manifest has one to compare it with.
+        """Read a checkpoint. Returns its tensors, and their content digest if one is announced or always computed.
 
         Raises:
             CheckpointError: The model can't load every byte of it.
@@ -215,8 +221,9 @@ class TinyEngine:
         tensors = empty(self._layout)
         memory = {name: memory_of(tensor) for name, tensor in tensors.items()}
         content = manifest.content if manifest is not None else None
-        found = read_tensors(find_tensors(directory), memory, content=content is not None)
-        if manifest is not None and found is not None and found != content:
+        digested = content is not None or self._digests == "always"
+        found = read_tensors(find_tensors(directory), memory, content=digested)
+        if manifest is not None and found is not None and content not in (None, found):
             raise content_differs(directory, found, manifest)
         return tensors, found
 
@@ -228,7 +235,11 @@ class TinyEngine:
         if isinstance(call, events.UnloadAdapter):
             scheduler.run(scheduler.unload_adapter, call.model)
             return
-        directory, adapter = checked_adapter(self._checkpoints, call.adapter, self._layout, LoRALimits()), call.adapter
+        adapter, held = call.adapter, scheduler.observation.adapters or {}
+        if self._places is not None and len(held.keys() - {adapter.model}) >= self._places:
+            raise RefusedError(f"{NAME} holds {self._places} adapters at most: {adapter.model} was not loaded.")
+        check = self._sources.check_adapter
+        directory = checked_adapter(self._checkpoints, adapter, self._layout, LoRALimits(), check)
         if isinstance(call, events.LoadAdapter):
             scheduler.run(scheduler.load_adapter, adapter.model, adapter.path, read_adapter(directory))
 

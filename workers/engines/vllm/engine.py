@@ -22,8 +22,6 @@ Where vLLM differs from other engines:
   is. One that fits the model badly is loaded with 200 and served (docs/lora.md).
 """
 
-import hashlib
-import json
 import os
 import time
 from pathlib import Path
@@ -55,14 +53,14 @@ restarted needs it to tell whose they are."""
 class VLLMEngine(AttachedEngine[VLLMLaunch]):
     """One vLLM engine, seen from one node of its replica. A headless node (node rank above 0) has no client."""
 
-    kind, _loaded_option = VLLM, "--max-cpu-loras"
+    kind, _loaded_option, _checksums = VLLM, "--max-cpu-loras", ("compute_weight_checksums", "action")
     _proven: tuple[VLLMLaunch, frozenset[str]] | None = None  # what a pause of this launch was seen to read
 
     async def perform(self, call: events.EngineCall, timeout_s: float) -> events.Returned:
         client, launch = await self._attached()
         match call:
             case events.CheckSource():
-                await self._check_source(launch, call)
+                await self._check_source(launch, call, timeout_s)
             case events.Pause():
                 await self._pause(client, launch, call)
             case events.Resume():
@@ -133,10 +131,10 @@ class VLLMEngine(AttachedEngine[VLLMLaunch]):
                 freezes = "mode" in await self._read_by_pause(client, launch)
                 await self._pause(client, launch, events.Pause("keep" if freezes else "wait"))
 
-    async def _check_source(self, launch: VLLMLaunch, call: events.CheckSource) -> None:
+    async def _check_source(self, launch: VLLMLaunch, call: events.CheckSource, timeout_s: float) -> None:
         if isinstance(call.source, Broadcast) and "update_weights" not in launch.methods:
             raise CheckpointError(f"vllm {launch.version} can't receive a broadcast: sync from a checkpoint.")
-        await super()._check_source(launch, call)
+        await super()._check_source(launch, call, timeout_s)
 
     async def _load(self, client: EngineClient, launch: VLLMLaunch, call: Load | Restore) -> events.Returned:
         if isinstance(call, Load) and isinstance(call.source, Broadcast):
@@ -147,10 +145,7 @@ class VLLMEngine(AttachedEngine[VLLMLaunch]):
         with begun():
             if "update_weight_version" in launch.methods:
                 await client.call("update_weight_version", new_version=label_after(call))
-            wants_digest = isinstance(call, Load) and call.manifest is not None and call.manifest.content is not None
-            if not wants_digest or "compute_weight_checksums" not in launch.methods:
-                return events.Returned()
-            return events.Returned(digest=fingerprint(await client.call("compute_weight_checksums", action="checksum")))
+            return await self._loaded(client, launch, call)
 
     async def _receive(self, client: EngineClient, launch: VLLMLaunch, source: Broadcast, call: Load) -> None:
         """Receive weights over NCCL (vllm/distributed/weight_transfer/nccl_engine.py). Needs GPUs."""
@@ -256,16 +251,6 @@ def pause_arguments(call: events.Pause, read: frozenset[str], version: str) -> d
     if call.mode == "keep":
         raise UnsupportedError(f"vllm {version} can't freeze requests: pause with `abort` or `wait`.")
     return {"wait_for_inflight_requests": call.mode == "wait", "clear_cache": False}
-
-
-def fingerprint(checksums: object) -> str:
-    """Return one digest of the checksums that the engine computed over its own tensors.
-
-    It identifies the contents of an engine of this kind and layout, not of the file: vLLM fuses and prepacks tensors.
-    Two replicas with equal fingerprints hold the same weights.
-    """
-    canonical = json.dumps(checksums, sort_keys=True).encode()
-    return f"vllm:{hashlib.sha256(canonical).hexdigest()}"
 
 
 def _files(directory: Path | None) -> frozenset[str]:

@@ -86,6 +86,8 @@ class AsyncLLMClient(InProcessClient):
                 "model_config": {
                     "model": model.model,
                     "enable_sleep_mode": getattr(model, "enable_sleep_mode", None),
+                    "dtype": str(getattr(model, "dtype", None)),
+                    "quantization": getattr(model, "quantization", None),
                 },
                 "lora_config": _mapping(getattr(config, "lora_config", None)),
                 "load_config": {"load_format": getattr(getattr(config, "load_config", None), "load_format", None)},

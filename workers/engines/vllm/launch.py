@@ -56,6 +56,7 @@ def read_launch(info: Mapping[str, object], methods: Methods) -> VLLMLaunch:
         model=text_at(model, "model"),
         load_format=text_at(mapping_at(config, "load_config"), "load_format"),
         device=device,
+        precision=f"{model.get('dtype')} {model.get('quantization')}",
         **_shape(mapping_at(config, "parallel_config")),
         methods=methods,
         missing=_missing(methods, profiles_to, saves_memory) | _without_adapters(config, methods),

@@ -1,0 +1,94 @@
+"""Sends a trainer's weights to vLLM over NCCL: `send=` of a sync whose source is a `Broadcast`.
+
+Over NCCL vLLM is in no torch.distributed group: its workers join a `StatelessProcessGroup`, and a trainer that waits in
+a group of torch's waits for ever. So what sends here is vLLM's own trainer side, of 0.32, which the trainer must have
+installed. By itself it would call the engines too; here their agents do.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from schemas.commands import Broadcast
+from schemas.errors import EngineError
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+
+class VLLMSender:
+    """Broadcasts tensors to the replicas of a source, in the order in which their agents receive them.
+
+    The group is made at the first send, and used for each sync of the same source. After an error it is of no use: make
+    another source, with another port and name, and a sender for that.
+
+    Args:
+        source: Where the engines meet the trainer, which listens there.
+        weights: Returns the tensors, named as in the engine's own checkpoint. On a GPU, for NCCL.
+        gpus_per_replica: Of all nodes of a replica together.
+        init_info: Makes the init info of the trainer side of another back-end; that of NCCL by default.
+    """
+
+    def __init__(
+        self,
+        source: Broadcast,
+        weights: "Callable[[], Mapping[str, Tensor]]",
+        *,
+        gpus_per_replica: int = 1,
+        init_info: Callable[..., Any] | None = None,
+    ) -> None:
+        self._source, self._weights, self._init_info = source, weights, init_info
+        self._world = 1 + len(source.replicas) * gpus_per_replica
+        self._engine: Any = None
+
+    def __call__(self, replicas: tuple[int, ...]) -> None:
+        """Send the weights to these replicas. Raises EngineError if the group would wait for others."""
+        if set(replicas) != set(self._source.replicas):
+            raise EngineError(
+                f"nothing was sent: replicas {list(replicas)} have prepared, and group {self._source.group!r} would "
+                f"wait for {list(self._source.replicas)}. Make a group of those that are there."
+            )
+        engine, self._engine = self._engine or self._join(), None
+        engine.send_weights()
+        self._engine = engine
+
+    def _join(self) -> Any:
+        package = "vllm.distributed.weight_transfer"
+        make = self._init_info or import_module(f"{package}.nccl_engine").NCCLTrainerInitInfo
+        place = {"master_address": self._source.host, "master_port": self._source.port, "world_size": self._world}
+        factory = import_module(f"{package}.factory").WeightTransferTrainerFactory
+        # Agents have each tensor sent alone: the sizes of packed buffers are none of what they tell the engine.
+        return factory.trainer_init(
+            make(**place, rank=0, packed=False), client=_Agents(), source=_Weights(self._weights)
+        )
+
+
+class _Agents:
+    """A client that leaves the engines to their agents."""
+
+    def init_weight_transfer_engine(self, init_info: object) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: object) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+class _Parameter(NamedTuple):
+    name: str
+    dtype: "dtype"
+    shape: tuple[int, ...]
+
+
+class _Weights:
+    """What vLLM's trainer side reads: a `WeightSource`."""
+
+    def __init__(self, weights: "Callable[[], Mapping[str, Tensor]]") -> None:
+        self._weights = weights
+
+    def metadata(self) -> list[_Parameter]:
+        return [_Parameter(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+
+    def __iter__(self) -> "Iterator[tuple[str, Tensor]]":
+        return iter(sorted(self._weights().items()))

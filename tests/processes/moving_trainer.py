@@ -1,0 +1,47 @@
+"""A trainer that may go on on another machine. Beside its log it shares one folder with its agents.
+
+    moving_trainer.py SHARED PORT LEASE_MS [hang]
+
+It prints a line once the fleet serves, and one for each sync. With `hang`, it stays in the middle of the last one.
+"""
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+from controlplane import BusConfig, ControlPlane
+from workers.engines.tiny.model import TinyConfig, TinyModel, save
+
+SHARED, PORT, LEASE_MS, HANGS = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), "hang" in sys.argv
+CONFIG = BusConfig(
+    log_copy=str(SHARED / "log"),
+    address_file=str(SHARED / "bus"),
+    heartbeat_ms=500,
+    agent_timeout_ms=4000,
+    lease_ms=LEASE_MS,
+)
+
+
+def say(**what: object) -> None:
+    sys.stdout.write(f"{json.dumps(what)}\n")
+    sys.stdout.flush()
+
+
+def hang(_: object) -> None:
+    say(loading=True)
+    threading.Event().wait()
+
+
+address = f"tcp://0.0.0.0:{PORT}"
+with ControlPlane(address, log="run.db", run="auto", config=CONFIG, checkpoints=SHARED, insecure=True) as plane:
+    say(status=[agent.state for replica in plane.status().replicas.values() for agent in replica.agents])
+    plane.wait_for_agents(2, timeout=90).wait()
+    epoch, before = plane.bus.state.epoch, plane.serving()
+    say(epoch=epoch, serving=before)
+    for step in (1, 2):
+        name = f"weights-{epoch}-{step}"
+        save(TinyModel(TinyConfig(), seed=10 * epoch + step), SHARED / name)
+        report = plane.sync_weights(None, name, send=hang if HANGS and step == 2 else None).wait()
+        report.raise_for_failures()
+        say(version=report.version, serving=plane.serving())

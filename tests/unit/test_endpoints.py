@@ -1,0 +1,88 @@
+"""Where clients reach the servers of replicas: what agents say, and what is made of it."""
+
+import pytest
+from msgspec import ValidationError, convert, to_builtins
+from msgspec.structs import replace
+
+from controlplane.cli.agent import _endpoint
+from controlplane.machine.events import HelloReceived
+from controlplane.machine.fleet_view import FleetView
+from controlplane.trainers.completions import CompletionsClient
+from schemas.errors import ConfigError
+from schemas.wire import Hello
+from tests.unit.fleets import Coordinator
+from tests.unit.test_completions import PROMPTS, Server
+from tests.unit.test_drains import SERVES, drain
+
+
+def serving_at(bus: Coordinator, agent: str, endpoint: str) -> None:
+    """Let the agent of a replica join, say where its server is, and serve."""
+    bus.hello(agent)
+    said = bus.history[-1]
+    assert isinstance(said, HelloReceived)
+    bus.feed(replace(said, hello=replace(said.hello, endpoint=endpoint)))
+    bus.join(agent)
+    bus.status(agent, SERVES, seq=1)
+
+
+def test_the_endpoints_are_those_of_replicas_that_serve_and_say_where() -> None:
+    bus = Coordinator()
+    bus.answer(1)
+    for replica, endpoint in enumerate(("http://node-0:8000/", "", "http://node-2:8000")):
+        serving_at(bus, f"{replica}.0", endpoint)
+    view = FleetView(bus.state)
+    assert view.serving == {0: 0, 1: 0, 2: 0}
+    assert view.endpoints == {0: "http://node-0:8000", 2: "http://node-2:8000"}
+    drain(bus, 2)
+    view = FleetView(bus.state)
+    assert view.endpoints == {0: "http://node-0:8000"} and view.endpoint(2) == "http://node-2:8000"
+    assert view.endpoint(7) == ""
+
+
+@pytest.mark.parametrize("endpoint", ["ftp://node", "http://", "http://node\n", "http://a b", "http://" + 600 * "n"])
+def test_an_endpoint_is_an_address_of_http(endpoint: str) -> None:
+    bus = Coordinator("0.0")
+    hello = replace(bus.state.members["0.0"].hello, endpoint="http://node:8000")
+    assert convert(to_builtins(hello), Hello) == hello
+    with pytest.raises(ValidationError):
+        convert(to_builtins(replace(hello, endpoint=endpoint)), Hello)
+
+
+@pytest.mark.parametrize(
+    ("url", "worker_url", "bus", "said"),
+    [
+        (None, None, "tcp://trainer:5555", ""),
+        ("http://node-0:8000/", None, "tcp://trainer:5555", "http://node-0:8000"),
+        ("http://127.0.0.1:8000", None, "tcp://127.0.0.1:5555", "http://127.0.0.1:8000"),
+        ("http://127.0.0.1:8000", None, "ipc:///tmp/bus", "http://127.0.0.1:8000"),
+        ("http://127.0.0.1:8000", None, "tcp://trainer:5555", ""),
+        ("https://localhost:8000", None, "tcp://trainer:5555", ""),
+        ("http://127.0.0.1:8000", "http://node-0:8000", "tcp://trainer:5555", "http://node-0:8000"),
+        (None, "http://127.0.0.1:9000", "tcp://trainer:5555", "http://127.0.0.1:9000"),
+    ],
+)
+def test_an_agent_says_its_servers_address_unless_only_its_own_machine_reaches_it(
+    url: str | None, worker_url: str | None, bus: str, said: str
+) -> None:
+    assert _endpoint({"url": url, "worker_url": worker_url, "node_rank": 0}, bus) == said
+    assert _endpoint({"url": url, "worker_url": worker_url, "node_rank": 1}, bus) == ""
+
+
+def test_a_server_is_not_told_with_its_password() -> None:
+    with pytest.raises(ConfigError, match="must not contain credentials"):
+        _endpoint({"url": "http://me:secret@node:8000", "worker_url": None, "node_rank": 0}, "tcp://trainer:5555")
+
+
+def test_rollouts_follow_replicas_that_join_move_and_leave_without_a_map_of_their_own() -> None:
+    with Server() as first, Server() as second, Server() as moved:
+        serving, endpoints = {0: 7}, {0: first.url}
+        rollouts = CompletionsClient(lambda: serving, lambda: endpoints)
+        sampling = {"max_tokens": 3}
+        assert {rollout.replica for rollout in rollouts.generate(PROMPTS, sampling)} == {0}
+        serving, endpoints = {0: 7, 1: 7}, {0: first.url, 1: second.url}
+        assert {rollout.replica for rollout in rollouts.generate(PROMPTS, sampling)} == {0, 1}
+        serving, endpoints = {1: 7}, {1: moved.url}
+        assert {rollout.replica for rollout in rollouts.generate(PROMPTS, sampling)} == {1}
+        assert moved.asked and len(second.asked) == 1
+        endpoints = {}
+        assert {rollout.replica for rollout in rollouts.generate(PROMPTS, sampling)} == {1}, "as it was last known"
