@@ -73,9 +73,9 @@ class WaitWarning:
 class Connection:
     """One connection at a time. It is dialled when created; `run` serves it until cancelled.
 
-    `bus` is an address, or the path of a file that names it. `dialled` returns where to dial for an address: a relay, on
-    a game day. `question` returns the frames of a message that the bus answers. `replaced` is called when the bus has to
-    be told anew who is here. Raises BusAddressError.
+    `bus` is an address, or the path of a file that names it. `dialled` returns where to dial for an address: a relay,
+    on a game day. `question` returns the frames of a message that the bus answers. `replaced` is called when the bus
+    has to be told anew who is here. Raises BusAddressError.
 
     Attributes:
         welcomed: The bus has welcomed the agent before. Until then there is none to lose, and `waiting` says so.
