@@ -93,6 +93,7 @@ class World:
         self.weather = Weather.draw(random.Random(f"weather {seed}"))
         self.operators = random.Random(f"operators {seed}")
         self.others = random.Random(f"others {seed}")
+        self.watching = random.Random(f"watching {seed}")
         self.disk = random.Random(f"disk {seed}").random() < 0.3  # durability of the log
         self.log = Log()
         self.files = Files(seed)

@@ -187,6 +187,11 @@ class Engine:
         return self.weights.startswith("torn")
 
     @property
+    def before_run(self) -> str:
+        """What an earlier run left in its first launch."""
+        return f"{self.used} of another run"
+
+    @property
     def generating(self) -> bool:
         """Whether it answers requests."""
         return not (self.paused or self.interrupts)
@@ -220,7 +225,7 @@ class Engine:
         self.version, self.weights, self.loaded_by = 0, LAUNCHED, None
         self.label = LAUNCH_LABEL if self.label is not None else None
         if self.used and self.instance == 1 and self.label is not None:
-            self.version, self.label, self.weights = self.used, str(self.used), f"{self.used} of another run"
+            self.version, self.label, self.weights = self.used, str(self.used), self.before_run
         self.attempt = None
 
     def observe(self) -> events.Observation:

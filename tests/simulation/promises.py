@@ -123,6 +123,7 @@ class Published:
         live: The agents that must answer it.
         away: The agents that were known when it was issued, and not live.
         record: Its position in the log.
+        at_ms: When it was published.
         ends_us: When the time of the agents ends.
     """
 
@@ -132,6 +133,7 @@ class Published:
     live: frozenset[str]
     away: frozenset[str]
     record: int
+    at_ms: int
     deadline_us: int
     ends_us: int
     life: int
@@ -147,6 +149,7 @@ class Promises:
         self.peers: dict[str, str] = {}
         self.identities: dict[str, Identity] = {}  # with which it was let in, by agent
         self.known: dict[str, bool] = {}  # every agent that ever joined: is it live?
+        self.since: dict[str, int] = {}  # when it was last sent a snapshot, by agent
         self.joined: dict[str, str] = {}  # the incarnation that was last sent a snapshot, by agent
         self.retired: set[str] = set()
         self.begun_anew: dict[int | str, int] = {}  # units that began as new ones do, each with the seq of then
@@ -450,7 +453,7 @@ class Promises:
                 unit = self.world.slot(name).identity.unit
                 if all(self.world.slot(other).identity.unit != unit for other in self.joined):
                     self.begun_anew[unit] = self.head  # what was for some replicas, this one among them, is not kept
-                self.known[name], self.joined[name] = True, incarnation
+                self.known[name], self.joined[name], self.since[name] = True, incarnation, self.world.now
 
     def _retire(self, effect: Retired) -> None:
         """From here on no report names them, and no agent comes in at their places. None of them is running."""
@@ -505,6 +508,7 @@ class Promises:
             live=frozenset(name for name, live in self.known.items() if live),
             away=frozenset(name for name, live in self.known.items() if not live),
             record=len(bus.world.log.records) - 1,
+            at_ms=self.world.now,
             deadline_us=opened.deadline_us if opened is not None else bus.now_us,
             ends_us=(opened.issued_us if opened is not None else bus.now_us) + effect.envelope.ttl_ms * 1000,
             life=bus.life,
