@@ -173,7 +173,7 @@ class World:
 
         def kill(text: str) -> None:
             process = slot.process
-            if len(self._commanders(slot)) > 1:
+            if len(self.commanders(slot)) > 1:
                 self.say(f"two agents command the engine of {slot.name}: {text}")
                 self.at(0, slot.relaunch)
             elif process is None or not serving.misled(process):
@@ -393,20 +393,20 @@ class World:
         self.doubled_until[identity.unit] = max(until_ms, self.doubled_until.get(identity.unit, 0))
         self.at(lives_ms, self._end_double, double)
 
-    def _commanders(self, slot: Slot) -> list[Slot]:
+    def commanders(self, slot: Slot) -> list[Slot]:
         """The places whose agents command the engine of this one."""
         return [other for other in self.slots if other.engine is slot.engine and other.engine is not None]
 
     def called(self, slot: Slot) -> None:
         """Note that an agent calls its engine, which others may command as well."""
-        for other in self._commanders(slot):
+        for other in self.commanders(slot):
             if other is not slot and slot.engine is not None:
                 slot.engine.unseen_by.add(other.double)
 
     def _succeed(self, slot: Slot) -> None:
         """Cut an agent off for good, which lives on for a while; another one takes over its place and its engine."""
         engine, process = slot.engine, slot.process
-        if slot.double or process is None or engine is None or len(self._commanders(slot)) > 1:
+        if slot.double or process is None or engine is None or len(self.commanders(slot)) > 1:
             return
         old = slot.be_succeeded(self.doubles + 1)
         if old is None:

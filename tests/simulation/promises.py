@@ -48,7 +48,7 @@ from schemas.identity import Identity, RolloutMode, agent_of
 from schemas.outcomes import Acted, Missing, Outcome
 from schemas.reports import Report, SyncReport
 from schemas.wire import Snapshot, Welcome, decode_command
-from tests.simulation import adapter_verdicts, serving, verdicts
+from tests.simulation import adapter_verdicts, answers, serving, verdicts
 from tests.simulation.bus import event_decoder
 from tests.simulation.engine import LAUNCHED, weights_of, weights_to_serve
 from tests.simulation.sessions import closing
@@ -234,6 +234,7 @@ class Promises:
             decision = (effect.epoch, effect.outcome)
             if effect.seq not in ledger.decided:
                 self._proven(process, effect)
+                self.judge("P3 answer", answers.answer(process, before, event, effect))
             if ledger.decided.setdefault(effect.seq, decision) != decision:
                 self.broken("P1 order", f"{process.peer} decided {effect.seq} twice, and differently")
             again = isinstance(event, CommandReceived) and event.seq <= before.seq
@@ -331,6 +332,7 @@ class Promises:
             self.broken("P5 one effect", f"{process.peer} makes call {perform.call_id} again")
         ledger.performed.add(perform.call_id)
         self.judge("P6 fencing", verdicts.alone(process, perform.call))
+        self.judge("P5 one effect", answers.superfluous(process, perform.call))
         engine = process.slot.engine
         self.judge("P5 one effect", verdicts.receives(process, perform.call))
         if isinstance(perform.call, Sleep | Wake) and engine is not None and engine.memory == "trainer":
