@@ -60,10 +60,15 @@ def _stops(
     late = arrived is not None and event.at_ms >= arrived.at_ms + arrived.ttl_ms
     if reason is Reason.EXPIRED:
         return "" if late or arrived is None else "its time is not over"
-    if late and given.rule != 7 and before.engine.tokenizer != "unknown" and given.rule > 4:
+    if late and given.rule not in (4, 7) and not _launching(process, before):
         return "its time is over"
     told = reason in (Reason.NOT_TARGETED, Reason.NOT_AN_ENGINE, Reason.NOT_PRIMARY)
     return "" if (reason if told else None) == expected else f"the reason is {expected}"
+
+
+def _launching(process: Process, before: AgentState) -> bool:
+    """Whether the agent did not see its engine, before this event or by it."""
+    return "unknown" in (before.engine.tokenizer, process.state.engine.tokenizer)
 
 
 def _skipped(promises: Promises, process: Process, published: Published, given: events.Answer) -> str:
@@ -110,7 +115,7 @@ def _failed(
         case ErrorKind.NO_SUCH_SYNC if isinstance(command, WeightSync):
             return f"the sync to v{syncing} was" if syncing == command.version else ""
         case ErrorKind.ENGINE_NOT_READY if given.rule == 7:
-            return "" if before.engine.tokenizer == "unknown" else "its engine was up"
+            return "" if _launching(process, before) else "its engine was up"
         case ErrorKind.ENGINE_BUSY:
             late = activity is not None and (activity.overdue or event.at_ms >= activity.deadline_ms)
             return "" if late else "nothing is overdue"

@@ -33,6 +33,7 @@ from tests.simulation.bus import Bus, Log
 from tests.simulation.engine import BROADCAST, LAUNCH_LABEL, Engine, Temper
 from tests.simulation.promises import Broken, Ledger, Promises
 from tests.simulation.slot import Slot
+from tests.simulation.steps import Steps
 from tests.simulation.trainer import Trainer
 from tests.simulation.weather import ENGINES, LOSES, Weather
 from workers.machine import decide as machine
@@ -111,6 +112,7 @@ class World:
         self.doubled_until: dict[int | str, int] = {}  # by unit: how long the bus may take a second process for alive
         self.trainer = Trainer(self)
         self.adapters = AdapterTrainer(self)
+        self.steps_of_trainer = Steps(self)
 
     def _fleet(self) -> list[Slot]:
         rng = self.rng
@@ -518,6 +520,7 @@ class World:
         self.at(self.rng.randrange(500, 3000), self.trainer.work)
         if self.mechanisms.adapters:
             self.adapters.begin()
+        self.steps_of_trainer.begin()
         self.at(1000, self.misfortune)
         self.run(self.rng.randrange(15_000, 40_000))
         self.calm()

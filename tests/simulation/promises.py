@@ -528,6 +528,8 @@ class Promises:
         if key in self.concluded:
             self.broken("P3 answer", f"command {report.seq} was concluded twice")
         self.concluded[key] = report
+        places = {slot.name: slot.identity for slot in self.world.slots}
+        self.judge("I7 windows close", self.world.steps_of_trainer.concluded(report, places))
         self.concluded_at[key] = len(bus.world.log.records) - 1
         names = [line.agent for line in report.outcomes]
         if len(names) != len(set(names)) or frozenset(names) != published.live | published.away:
