@@ -150,7 +150,9 @@ def _must(promises: Promises, process: Process, published: Published, given: eve
         return "" if isinstance(outcome, Skipped) or busy else "it never syncs"
     superseded = Skipped(Reason.SUPERSEDED)
     if isinstance(command, WeightSync) and verdicts.stale(promises, place, command, given.seq):
-        return "" if outcome in (Skipped(Reason.STALE_VERSION), superseded) else "a newer version was committed"
+        unable = isinstance(outcome, Failed) and outcome.error in (ErrorKind.ENGINE_BUSY, ErrorKind.UNKNOWN)
+        told = unable or outcome in (Skipped(Reason.STALE_VERSION), superseded)
+        return "" if told else "a newer version was committed"
     stopping = isinstance(command, EngineCommand) and command.operation in ("pause", "resume", "sleep", "wake")
     if stopping and open_sync(promises, place, given.seq) and not isinstance(outcome, Failed):
         return "a sync is open"
@@ -196,3 +198,11 @@ def superfluous(process: Process, call: events.Call) -> str:
         case events.StopProfile():
             held = engine.session_step is None and believed.session is None
     return f"{process.peer} calls {call}, which changes nothing: {believed}" if held else ""
+
+
+def unseen(process: Process, call: events.Call) -> str:
+    """P4: nothing is begun with an engine that its agent does not see."""
+    activity, blind = process.state.activity, process.state.engine.tokenizer == "unknown"
+    begun = activity is None or activity.completed  # a call after another one of the same command
+    reads = isinstance(call, events.DiskCall | events.Observe | events.AwaitPush)
+    return f"{process.peer} calls {call}, and has not seen its engine" if blind and not (begun or reads) else ""

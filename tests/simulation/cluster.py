@@ -149,7 +149,7 @@ class World:
             if slot.identity.role != ROLLOUT:
                 continue
             engine.kind, engine.losing, engine.temper.loses = kind, random.Random(f"{slot.name} {self.seed}"), loses
-            engine.temper.blind = self.weather.blind
+            engine.temper.blind, engine.temper.idle = self.weather.blind, self.weather.idles
             engine.traffic, engine.recomputes = traffic, recomputes
             engine.launched_from = launched_from if kind != "verl" else None
             found = random.Random(f"found {slot.name} {self.seed}")
@@ -545,7 +545,7 @@ class World:
             slot.blocked_until = dict.fromkeys(slot.blocked_until, 0)
             if slot.engine is not None:
                 temper = slot.engine.temper
-                temper.fails = temper.hangs = temper.loses = temper.blind = 0.0
+                temper.fails = temper.hangs = temper.loses = temper.blind = temper.idle = 0.0
                 slot.engine.shelf.evicts = 0.0
                 temper.failing, temper.slow_ms, slot.engine.traffic = "", min(temper.slow_ms, 400), False
 

@@ -55,6 +55,8 @@ IDEMPOTENT: Final[dict[Kind, frozenset[Operation]]] = {
     "verl": frozenset({Operation.PAUSE, Operation.RESUME}),
 }
 """What may be asked of them twice."""
+IDLES: Final = (events.Pause, events.Resume, events.Sleep, events.Wake, events.Load, events.StartProfile)
+"""Calls that a broken engine says it has carried out, and has not."""
 LOST: Final = "unanswered"
 """Kind of the fault of a call whose answer was lost."""
 WINDOWS_END: Final = 0.0
@@ -113,6 +115,7 @@ class Temper:
     hangs: float = 0.0
     loses: float = 0.0  # answers, of calls that were carried out, or were not
     blind: float = 0.0  # observations that fail
+    idle: float = 0.0  # calls that report success and have no effect
     failing: str = ""  # a call that fails more often than not
     lacks: frozenset[Operation] = frozenset()
     slow_ms: int = 40
@@ -417,6 +420,9 @@ class Engine:
         attempt.applied = True
         if isinstance(attempt.result, events.Fault):
             return self._apply_fault(attempt.call, attempt.result)
+        return attempt.result if self._idles(attempt.call) else self._carry_out(attempt)
+
+    def _carry_out(self, attempt: Attempt) -> events.Returned | events.Fault:
         match call := attempt.call:
             case events.CheckSource() | events.CheckProfile() | events.CollectTraces() | events.FinishProfile():
                 pass
@@ -441,6 +447,12 @@ class Engine:
                 self.session_step = self.forgotten = None
                 return events.Returned(auto_stopped=auto)
         return attempt.result
+
+    def _idles(self, call: events.Call) -> bool:
+        """Whether it does nothing, and says that it did. It shows that, and is read after a call for a command."""
+        shown = isinstance(call, IDLES) and self.kind == "tiny" and not self.temper.blind
+        commanded = self.caller is not None and self.caller.trigger is not None
+        return shown and commanded and self.temper.idle > 0 and self.losing.random() < self.temper.idle
 
     def _apply_fault(self, call: events.Call, fault: events.Fault) -> events.Fault:
         if isinstance(call, events.Load | events.Restore) and fault.kind == "engine_error" and self.rng.random() < 0.7:

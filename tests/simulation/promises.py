@@ -167,7 +167,7 @@ class Promises:
 
     def after_agent(self, process: Process, before: AgentState, event: Event, effects: tuple[Effect, ...]) -> None:
         ledger, state = process.slot.ledger, process.state
-        if isinstance(event, SnapshotReceived) and _taken(before, event) and ledger.lost_epoch > 0:
+        if isinstance(event, SnapshotReceived) and verdicts.taken(before, event) and ledger.lost_epoch > 0:
             self._begin_again(ledger, event)
         if isinstance(event, Started):
             ledger.seen, ledger.last_decided, ledger.oracle = 0, 0, None
@@ -260,7 +260,7 @@ class Promises:
         """P4: a snapshot equals the fold of the log, and committed versions never go back."""
         ledger, state = process.slot.ledger, process.state
         identity = process.slot.identity
-        if isinstance(event, SnapshotReceived) and _taken(before, event):
+        if isinstance(event, SnapshotReceived) and verdicts.taken(before, event):
             syncs = verdicts.syncs(identity)
             newest = self.newest(identity, event.seq) if syncs else None
             held = weights_of(event.desired.committed.source) if event.desired.committed is not None else None
@@ -333,6 +333,7 @@ class Promises:
         ledger.performed.add(perform.call_id)
         self.judge("P6 fencing", verdicts.alone(process, perform.call))
         self.judge("P5 one effect", answers.superfluous(process, perform.call))
+        self.judge("P4 late joiner", answers.unseen(process, perform.call))
         engine = process.slot.engine
         self.judge("P5 one effect", verdicts.receives(process, perform.call))
         if isinstance(perform.call, Sleep | Wake) and engine is not None and engine.memory == "trainer":
@@ -597,11 +598,3 @@ class Promises:
             if engine.generating and not serving.misled(process) and engine.weights != weights:
                 text = f"the bus says that replica {replica} serves v{version}, {weights}, and it has {engine.weights}"
                 self.broken("P11 true", text)
-
-
-def _taken(before: AgentState, event: SnapshotReceived) -> bool:
-    """Whether the snapshot counts: not if its epoch is older, if this incarnation is already beyond its position, or if
-    it was asked to end.
-    """
-    behind = event.epoch == before.snapshot_epoch and event.seq < before.seq
-    return event.epoch >= before.epoch and not behind and not before.stopping

@@ -111,11 +111,9 @@ class Steps:
         if (check.step if check is not None else None) != left or (check is not None and check.action != "check"):
             self._broken(f"the check before step {self.step} is {check}, the first to profile is {left}")
         fleet = [slot.identity for slot in self.world.slots]
-        plan, owned = (
-            self.config.plan,
-            {rank for place in fleet if place.role == ROLLOUT for rank in place.global_ranks},
-        )
-        replicas = {place.replica for place in fleet if place.role == ROLLOUT}
+        plan, rollouts = self.config.plan, [place for place in fleet if place.role == ROLLOUT]
+        owned = {rank for place in rollouts for rank in place.global_ranks}
+        replicas = {place.replica for place in rollouts}
         absent = ({*(plan.ranks or ())} - owned) | ({*(plan.replicas or ())} - replicas) if plan.enabled else set()
         if ranks_absent(self.config, fleet) != absent:
             self._broken(f"absent are {ranks_absent(self.config, fleet)} of {fleet}, by the plan {absent}")

@@ -76,8 +76,21 @@ def report(promises: Promises, bus: Bus, told: SyncReport) -> str:
         desired = bus.state.desired.get(replica)
         if desired is not None and (desired.generation == "paused" or desired.asleep):
             return f"the report of v{told.version} does not say that replica {replica} was told to stop"
+    return _wrongly_named(bus, told, known)
+
+
+def _wrongly_named(bus: Bus, told: SyncReport, known: set[int]) -> str:
+    """P11: no replica is named that is where the end of the sync wants it."""
+    last = told.phases[-1]
+    for replica in known.intersection(told.quarantined) if told.status == "aborted" and not told.adapter else ():
+        desired, status = bus.state.desired.get(replica), bus.state.members[f"{replica}.0"].status
+        if not ((desired is not None and desired.quarantined) or (status is not None and status.quarantined)):
+            return f"the report of v{told.version}, aborted, calls replica {replica} quarantined, and it is not"
     if told.status == "committed" and isinstance(last.command, WeightSync):
         conclusions = dict(primaries(last))
+        for replica in set(told.unproven) - last.command.quarantine:
+            if followed(conclusions.get(replica)):
+                return f"the report of v{told.version} calls replica {replica} unproven, and it followed"
         for replica in set(told.quarantined) - last.command.quarantine:
             if followed(conclusions.get(replica)):
                 return f"the report of v{told.version} calls replica {replica} quarantined, and it serves"
@@ -230,6 +243,14 @@ def replayed(promises: Promises, bus: Bus, event: Event, held_ms: int) -> str:
     late_ms = event.ttl_ms - (new.ends_us - bus.now_us) // 1000
     late = late_ms > REPLAYED_LATE_MS + bus.slowest_ms + held_ms and event.ttl_ms > 0
     return f"command {event.seq}, sent again, is good until {late_ms} ms after its end" if late else ""
+
+
+def taken(before: AgentState, event: SnapshotReceived) -> bool:
+    """Whether the snapshot counts: not if its epoch is older, if this incarnation is already beyond its position, or if
+    it was asked to end.
+    """
+    behind = event.epoch == before.snapshot_epoch and event.seq < before.seq
+    return event.epoch >= before.epoch and not behind and not before.stopping
 
 
 # --- quarantine and sessions ------------------------------------------------------------------------------------------

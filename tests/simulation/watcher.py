@@ -64,10 +64,28 @@ def _status(bus: Bus) -> Iterator[str]:
         yield f"{view.has_committed}: a sync of the whole fleet was committed, v{whole}"
     if status.unproven != tuple(sorted(status.unproven)) or set(status.unproven) & set(view.serving):
         yield f"{status.unproven} are not proven to hold what they should, and {view.serving} serve"
-    for replica in view.serving:
-        desired = bus.state.desired.get(replica)
-        if desired is not None and desired.version < view.oldest_version:
-            yield f"replica {replica} may load v{desired.version}, the oldest is said to be v{view.oldest_version}"
+    syncing = {place.unit for place in world.promises.identities.values() if verdicts.syncs(place)}
+    known = {replica_and_node(name) for name in world.promises.known}
+    units = syncing & {place[0] for place in known if place is not None} & bus.state.desired.keys()
+    oldest = min((bus.state.desired[unit].version for unit in units), default=bus.state.default_desired.version)
+    if view.oldest_version != oldest:
+        yield f"replicas may load v{oldest}, the oldest is said to be v{view.oldest_version}"
+    for replica, version in view.serving.items():
+        told, desired = _told(bus, f"{replica}.0"), bus.state.desired.get(replica, bus.state.default_desired)
+        fallback = desired.fallback
+        taken = fallback is not None and told is not None and told[2].weights == weights_of(fallback.source)
+        if fallback is not None and taken and version != fallback.version:
+            yield f"replica {replica} serves v{fallback.version}, and is said to serve v{version}"
+        if told is not None and _stands_still(told[1], told[2]):
+            yield f"replica {replica} is paused, and is said to serve v{version}"
+
+
+def _stands_still(process: Process, engine: Engine) -> bool:
+    """Whether an engine is paused, and its agent has nothing to do with it and no trouble."""
+    state, weather = process.state, process.world.weather
+    others = process.lease_over or state.changed_by_others or weather.doubles or weather.successors
+    busy = state.activity is not None or state.queue or engine.attempt is not None or others
+    return engine.paused and not (busy or state.reconcile_blocked or state.needs_snapshot or engine.memory == "trainer")
 
 
 def _is_commit(command: object) -> bool:

@@ -55,6 +55,7 @@ class Weather:
             is not.
         forgets: A journal may be lost with a session, after a load that was cut off, and beside an engine that is
             paused with a cache of other weights, or that does not say whether it is paused.
+        idles: Chance that an engine carries out nothing of what it is asked for by a command, and reports success.
         successors: Chance that an agent is cut off for good and lives on, while another takes over its engine.
     """
 
@@ -86,6 +87,7 @@ class Weather:
     deaf: float = 0.0
     forgets: bool = False
     successors: float = 0.0
+    idles: float = 0.0
     aim: str = "none"
 
     @classmethod
@@ -128,6 +130,7 @@ class Weather:
         if weather.broadcasts and rng.random() < 0.7:
             weather.syncs = 0.6
             weather.hush()
+        weather.idles = rng.choice((0.0, 0.0, 0.0, 0.05))
         return weather
 
     def aimed(self) -> Weather:
