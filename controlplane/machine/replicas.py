@@ -212,9 +212,7 @@ def _in_doubt(member: Member, desired: Desired) -> bool:
 
 def holds_committed(member: Member, desired: Desired) -> bool:
     """Return whether the replica is proven to hold its newest committed weights."""
-    if desired.committed is None or _in_doubt(member, desired):
-        return False
-    return bool(member.sync_acked) or (member.status is not None and member.status.version == desired.version)
+    return desired.committed is not None and not _in_doubt(member, desired)
 
 
 def oldest_version(state: CoordinatorState) -> int:

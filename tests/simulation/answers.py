@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from schemas import events
-from schemas.commands import AdapterSync, EngineCommand, EpochStart, ProfileCommand, UnknownCommand, WeightSync
+from schemas.commands import AdapterSync, EngineCommand, EpochStart, ProfileCommand, Pushed, UnknownCommand, WeightSync
 from schemas.identity import COLOCATED, ROLLOUT, Identity
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from tests.simulation import serving, verdicts
@@ -116,6 +116,12 @@ def _failed(
             return f"the sync to v{syncing} was" if syncing == command.version else ""
         case ErrorKind.ENGINE_NOT_READY if given.rule == 7:
             return "" if _launching(process, before) else "its engine was up"
+        case ErrorKind.SOURCE_REFUSED if engine is not None and not serving.misled(process):
+            asked = isinstance(command, WeightSync) and command.phase == "prepare" and activity is None
+            label = (
+                command.source.label if isinstance(command, WeightSync) and isinstance(command.source, Pushed) else None
+            )
+            return f"its label is {engine.label}" if asked and label not in (None, engine.label) else ""
         case ErrorKind.ENGINE_BUSY:
             late = activity is not None and (activity.overdue or event.at_ms >= activity.deadline_ms)
             return "" if late else "nothing is overdue"

@@ -464,6 +464,8 @@ class Engine:
 
     def _load(self, call: events.Load | events.Restore) -> events.Returned:
         self._check_loadable()
+        if isinstance(call, events.Restore) and call.directory != self.launched_from:
+            self.kill(f"the weights of its launch are in {self.launched_from}, and were loaded from {call.directory}")
         held = self.weights, self.version, self.label
         version, self.weights, label = 0, LAUNCHED, LAUNCH_LABEL
         if isinstance(call, events.Load):

@@ -190,6 +190,7 @@ class Promises:
         if heard and state.changed_by_others and not state.contested:
             self.broken("I1 no torn serving", f"{process.peer} hears its bus, and leaves what something else did")
         self._folded(process, before, event)
+        self.judge("convergence", verdicts.blocked(process, before, event))
         self._bounded(process)
         serving.check(self, process)
         self.judge("P12 adapters", adapter_verdicts.ready(process, self.oracle(process)))
@@ -542,9 +543,7 @@ class Promises:
             self.broken("P3 answer", f"command {report.seq}: {published.away} were away, {absent} are named absent")
         if published.life == bus.life and bus.now_us > published.deadline_us + bus.late_us:
             self.broken("P3 answer", f"command {report.seq} was concluded after its deadline")
-        for line in report.outcomes:
-            if isinstance(line.conclusion, Missing):
-                continue
+        for line in (line for line in report.outcomes if not isinstance(line.conclusion, Missing)):
             given = self.world.slot(line.agent).ledger.answered.get(key, [])
             if line.conclusion not in given:
                 self.broken("P3 answer", f"{line.agent} never gave the answer concluded for {report.seq}")

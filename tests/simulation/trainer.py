@@ -250,7 +250,7 @@ class Trainer:
         lives = bus is self.world.bus and bus.alive
         if lives and sync is not None and sync.request.ticket == asked.ticket and sync.phase == "load":
             seen = engine.kind == "tiny" and asked.manifest is not None
-            wrong = self.busy and seen and self.pushing.random() < 0.1
+            wrong = self.busy and seen and self.pushing.random() < 0.2
             done = engine.push(source, instance, f"not {source.label}" if wrong else weights_of(source))
             self.world.say(f"the trainer pushes {source.label!r}: {done}")
 

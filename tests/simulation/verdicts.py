@@ -14,7 +14,17 @@ from msgspec.structs import replace
 from controlplane.machine.events import CoordinatorEvent, JoinReceived, ResendRequested, RetireRequested
 from schemas.commands import AdapterSync, Broadcast, Command, EpochStart, ProfileCommand, UnknownCommand, WeightSync
 from schemas.desired import Desired, requested_session
-from schemas.events import Call, CommandReceived, Event, LeaseExpired, Load, Observe, SnapshotReceived, Started
+from schemas.events import (
+    Call,
+    CommandReceived,
+    EngineReturned,
+    Event,
+    LeaseExpired,
+    Load,
+    Observe,
+    SnapshotReceived,
+    Started,
+)
 from schemas.identity import ROLLOUT, Identity, RolloutMode, agent_of, replica_and_node
 from schemas.outcomes import Acted, Missing, Reason, Skipped
 from schemas.reports import Report, SyncReport
@@ -251,6 +261,13 @@ def taken(before: AgentState, event: SnapshotReceived) -> bool:
     """
     behind = event.epoch == before.snapshot_epoch and event.seq < before.seq
     return event.epoch >= before.epoch and not behind and not before.stopping
+
+
+def blocked(process: Process, before: AgentState, event: Event) -> str:
+    """Only a call that failed keeps an agent from going on by itself."""
+    blocks = process.state.reconcile_blocked and not before.reconcile_blocked
+    wrong = blocks and not isinstance(event, EngineReturned)
+    return f"{process.peer} has given up, by {event}" if wrong else ""
 
 
 # --- quarantine and sessions ------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from schemas.formatting import agent_order
 from schemas.identity import replica_and_node
 from schemas.reports import FleetStatus
 from schemas.wire import Retire, StatusRequest, Upward
-from tests.simulation import serving, verdicts
+from tests.simulation import model, serving, verdicts
 from tests.simulation.engine import LAUNCH_LABEL, LAUNCHED, Engine, weights_of, weights_to_serve
 from workers.link.heartbeat import status_of
 
@@ -40,7 +40,13 @@ def look(bus: Bus) -> None:
     world = bus.world
     if bus is not world.bus or not bus.alive:
         return
-    for judges, promise in ((_status, "P11 true"), (_requests, "P11 true"), (_reasons, "P11 true"), (_samples, "I15")):
+    for judges, promise in (
+        (model.differs, "P4 late joiner"),
+        (_status, "P11 true"),
+        (_requests, "P11 true"),
+        (_reasons, "P11 true"),
+        (_samples, "I15"),
+    ):
         for wrong in judges(bus):
             world.promises.broken(promise, wrong)
 
@@ -109,6 +115,8 @@ def _lines(bus: Bus, status: FleetStatus) -> Iterator[str]:
     for name, line in lines.items():
         if (line.state == "live") != bool(known.get(name)) or (line.away_ms and line.state == "live"):
             yield f"{name} is {line.state}, away for {line.away_ms} ms, and known: {known.get(name)}"
+        if line.away_ms > world.now:
+            yield f"{name} is away for {line.away_ms} ms, the run goes on for {world.now} ms"
         member, slot = bus.state.members[name], world.slot(name)
         heard_ms = bus.heard.get(member.peer, world.now)
         if line.silent_ms != world.now - heard_ms:
