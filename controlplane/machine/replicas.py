@@ -19,6 +19,7 @@ from schemas.identity import ROLLOUT, Identity
 from schemas.outcomes import Acted, Conclusion, Missing, Reason, Skipped
 from schemas.reports import AgentOutcome
 
+_ALREADY: Final = Skipped(Reason.ALREADY)
 _SAYS_NOTHING: Final = tuple(
     map(Skipped, (Reason.NOT_TARGETED, Reason.MODE_NEVER_SYNCS, Reason.OBSERVING, Reason.STALE_VERSION))
 )
@@ -87,6 +88,8 @@ def note_outcomes(state: CoordinatorState, command: Command, outcomes: Iterable[
         if member is None or member.state != "live" or not is_primary(member) or _says_nothing(outcome.conclusion):
             continue
         acked = _carried_out(outcome.conclusion)
+        if outcome.conclusion == _ALREADY and isinstance(command, EngineCommand) and command.operation == "wake":
+            acked = _generates(member)  # all memory was awake: that says nothing of a resume that had failed
         sync_acked = member.sync_acked
         if isinstance(command, WeightSync):
             sync_acked = acked and not _in_quarantine_after(command, member, _desired(state, member))
@@ -121,7 +124,7 @@ def _says_nothing(conclusion: Conclusion) -> bool:
 
 
 def _carried_out(conclusion: Conclusion) -> bool:
-    return isinstance(conclusion, Acted) or conclusion == Skipped(Reason.ALREADY)
+    return isinstance(conclusion, Acted) or conclusion == _ALREADY
 
 
 def _in_quarantine_after(command: WeightSync, member: Member, desired: Desired) -> bool:

@@ -112,8 +112,6 @@ def _failed(
     match given.outcome.error:
         case ErrorKind.SYNC_IN_PROGRESS:
             return "" if syncing else "no sync was in progress"
-        case ErrorKind.NO_SUCH_SYNC if isinstance(command, WeightSync):
-            return f"the sync to v{syncing} was" if syncing == command.version else ""
         case ErrorKind.ENGINE_NOT_READY if given.rule == 7:
             return "" if _launching(process, before) else "its engine was up"
         case ErrorKind.SOURCE_REFUSED if engine is not None and not serving.misled(process):

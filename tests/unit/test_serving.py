@@ -266,6 +266,18 @@ def test_a_paused_replica_serves_again_once_it_has_answered_the_resume() -> None
     assert proven_replicas(bus.state).serving == {}, "its heartbeat is newer than its answer"
 
 
+def test_a_wake_that_found_all_memory_awake_says_nothing_of_a_resume_that_failed() -> None:
+    bus = serving()
+    assert carried_out(bus, PAUSE) == {}
+    bus.issue(RESUME)
+    bus.answer(a0_0=NO, a1_0=DONE)
+    for _ in ("by that answer", "by its heartbeat"):
+        bus.issue(EngineCommand(operation="wake"))
+        bus.answer(a0_0=Skipped(Reason.ALREADY), a1_0=Skipped(Reason.ALREADY))
+        assert proven_replicas(bus.state).serving == {1: 1}, "the other is paused"
+        bus.status("0.0", replace(SERVING, version=1, generating=False), seq=bus.state.seq)
+
+
 def test_a_replica_that_missed_a_command_is_proven_by_its_next_heartbeat_alone() -> None:
     bus = serving()
     heard_since = replace(SERVING, version=1)
