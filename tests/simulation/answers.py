@@ -37,7 +37,8 @@ def answer(process: Process, before: AgentState, event: events.Event, given: eve
         wrong = _failed(promises, process, before, event, published, given)
     elif isinstance(outcome, Acted) and not wrong:
         wrong = _acted(process, published, outcome)
-    if not wrong and given.rule == 10 and place.node_rank == 0 and place.role == ROLLOUT:
+    cut_off = before.interrupted is not None  # it was perhaps of another mode then
+    if not (wrong or cut_off) and given.rule == 10 and place.node_rank == 0 and place.role == ROLLOUT:
         wrong = _must(promises, process, published, given)
     return f"{process.peer} answers {given}, and {wrong}" if wrong else ""
 

@@ -88,10 +88,11 @@ def differs(bus: Bus) -> Iterator[str]:
         if not syncs:
             wanted = Wanted(paused=wanted.paused, asleep=wanted.asleep, discard=wanted.discard)
         wanted = _read_log(promises, place, anew + 1, promises.head, syncs=syncs, wanted=wanted)
-        if not desired.quarantined:
-            wanted.quarantined = 0  # perhaps by a restart of the agent, which `verdicts.released` judges
-        if _read(desired) != wanted:
-            yield f"of {place.agent} the bus desires {_read(desired)}, the log {wanted}"
+        found = _read(desired)
+        if wanted.quarantined and not found.quarantined:  # by a restart of the agent, as `verdicts.released` judges
+            found.quarantined, found.syncing, found.loading = wanted.quarantined, wanted.syncing, wanted.loading
+        if found != wanted:
+            yield f"of {place.agent} the bus desires {found}, the log {wanted}"
 
 
 def _read_log(
