@@ -88,8 +88,8 @@ def note_outcomes(state: CoordinatorState, command: Command, outcomes: Iterable[
         if member is None or member.state != "live" or not is_primary(member) or _says_nothing(outcome.conclusion):
             continue
         acked = _carried_out(outcome.conclusion)
-        if outcome.conclusion == _ALREADY and isinstance(command, EngineCommand) and command.operation == "wake":
-            acked = _generates(member)  # all memory was awake: that says nothing of a resume that had failed
+        if acked and isinstance(command, EngineCommand) and command.operation in ("resume", "wake"):
+            acked = _runs_after(command, outcome.conclusion, member)
         sync_acked = member.sync_acked
         if isinstance(command, WeightSync):
             sync_acked = acked and not _in_quarantine_after(command, member, _desired(state, member))
@@ -125,6 +125,16 @@ def _says_nothing(conclusion: Conclusion) -> bool:
 
 def _carried_out(conclusion: Conclusion) -> bool:
     return isinstance(conclusion, Acted) or conclusion == _ALREADY
+
+
+def _runs_after(command: EngineCommand, conclusion: Conclusion, member: Member) -> bool:
+    """Whether a resume or a wake that was carried out shows that the engine generates. It may have had to pause for
+    want of weights; and a wake resumes nothing whose resume had failed.
+    """
+    calls = conclusion.calls if isinstance(conclusion, Acted) else ()
+    if "resume" in calls or "pause" in calls:
+        return "resume" in calls
+    return command.operation == "resume" or _generates(member)
 
 
 def _in_quarantine_after(command: WeightSync, member: Member, desired: Desired) -> bool:

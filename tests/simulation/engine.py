@@ -451,6 +451,8 @@ class Engine:
     def _idles(self, call: events.Call) -> bool:
         """Whether it does nothing, and says that it did. It shows that, and is read after a call for a command."""
         shown = isinstance(call, IDLES) and self.kind == "tiny" and not self.temper.blind
+        if isinstance(call, events.StartProfile):  # one with a window may have ended by itself
+            shown = shown and call.session.plan.window is None
         commanded = self.caller is not None and self.caller.trigger is not None
         return shown and commanded and self.temper.idle > 0 and self.losing.random() < self.temper.idle
 
