@@ -1,4 +1,4 @@
-"""What is desired of a replica, read from the log by a second reader, which shares no code with `schemas.desired`."""
+"""What is desired of a replica that syncs, read from the log without any code of `schemas.desired`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tests.simulation import verdicts
 
 if TYPE_CHECKING:
     from tests.simulation.bus import Bus
-    from tests.simulation.promises import Promises
 
 BOTH = frozenset({"weights", "kv_cache"})
 
@@ -68,11 +67,11 @@ class Wanted:
             self.syncing, self.loading = 0, False
             self.quarantined = 0 if self.quarantined == command.version else self.quarantined
 
-    def apply(self, command: Command | UnknownCommand, place: Identity, syncs: bool) -> None:
+    def apply(self, command: Command | UnknownCommand, place: Identity) -> None:
         """Follow a command for this place."""
         if isinstance(command, EngineCommand) and not self.syncing:
             self.obey(command)
-        elif isinstance(command, WeightSync) and syncs and command.version > self.version:
+        elif isinstance(command, WeightSync) and command.version > self.version:
             self.follow(command, place.replica)
 
 
@@ -81,31 +80,19 @@ def differs(bus: Bus) -> Iterator[str]:
     promises = bus.world.promises
     for place in sorted(promises.identities.values(), key=lambda place: place.node_rank):
         desired = bus.state.desired.get(place.unit)
-        if place.role != ROLLOUT or place.node_rank or desired is None:
+        if place.role != ROLLOUT or place.node_rank or desired is None or not verdicts.syncs(place):
             continue
-        anew, syncs = promises.begun_anew.get(place.unit, 0), verdicts.syncs(place)
-        wanted = _read_log(promises, place, 1, anew, syncs=True)  # until then as any replica
-        if not syncs:
-            wanted = Wanted(paused=wanted.paused, asleep=wanted.asleep, discard=wanted.discard)
-        wanted = _read_log(promises, place, anew + 1, promises.head, syncs=syncs, wanted=wanted)
+        wanted = Wanted()
+        for seq, published in promises.log.items():
+            if isinstance(published.command, EpochStart):
+                wanted.lose_trainer()
+            elif promises.counts(seq, place):
+                wanted.apply(published.command, place)
         found = _read(desired)
         if wanted.quarantined and not found.quarantined:  # by a restart of the agent, as `verdicts.released` judges
             found.quarantined, found.syncing, found.loading = wanted.quarantined, wanted.syncing, wanted.loading
         if found != wanted:
             yield f"of {place.agent} the bus desires {found}, the log {wanted}"
-
-
-def _read_log(
-    promises: Promises, place: Identity, first: int, last: int, *, syncs: bool, wanted: Wanted | None = None
-) -> Wanted:
-    wanted = wanted or Wanted()
-    for seq in range(first, last + 1):
-        command = promises.log[seq].command
-        if isinstance(command, EpochStart):
-            wanted.lose_trainer()
-        elif promises.counts(seq, place):
-            wanted.apply(command, place, syncs)
-    return wanted
 
 
 def _read(desired: Desired) -> Wanted:
