@@ -6,7 +6,8 @@
 Cosmic Ray (extra `mutants`) changes the source: an operator, a comparison, a number, a condition. Drawn are places in
 the source, and for each of them one of the changes that are possible there, so that a place at which twelve are does
 not count twelve times. Each change is made in a copy of the checkout, one at a time, and tried by the simulation, then
-by the other tests, until one fails.
+by the other tests, until one fails. The simulation tries it in worlds that reach the changed line, as a run without any
+change shows; in none if none does.
 
 Left out is what says nothing: changes with which a module can't be imported; those that mean the same (`is` for `==`);
 those that raise wherever they are reached (`<` for `is`); what falls on annotations, options of classes and the texts
@@ -62,10 +63,11 @@ NEAREST = (
     *("suppressed", "coordinator", "pushed", "sessions", "readiness", "profile_decisions", "trainer_memory"),
     *("desired", "unanswered", "way_back", "keep", "lost_trainers", "sync_reports", "observing", "keys"),
     *("commanders", "stacks", "heartbeat", "training_fleet", "tickets", "tables", "serving", "driver"),
-    *("adapters", "adapter_syncs"),
+    *("adapters", "adapter_syncs", "provenance", "samples", "lost_journals", "notices"),
 )
 """The unit tests that feed a machine."""
 OTHERS = ("tests/scenarios", "tests/replays", "tests/golden")
+AT_IMPORT: Final = -1
 LIMIT_S = 60
 """Time of a processor for one run of tests. A change that makes them spin is noticed."""
 
@@ -178,35 +180,52 @@ def _files(path: Path) -> Iterator[Path]:
 class Checkout:
     """A copy of the checkout in which one change at a time is made."""
 
-    def __init__(self, folder: Path, seeds: int) -> None:
-        self.folder, self.seeds = folder, seeds
+    def __init__(self, folder: Path, seeds: int, reached: dict[tuple[str, int], list[int]]) -> None:
+        self.folder, self.seeds, self.reached = folder, seeds, reached
         for name in COPIED:
             source = ROOT / name
             copy = shutil.copytree if source.is_dir() else shutil.copy
             copy(source, folder / name)
 
-    def noticed(self, file: str, text: str, by: str) -> str | None:
+    def noticed(self, mutant: Mutant, text: str, by: str) -> str | None:
         """Return which tests notice that a file has another text: '' if none do, None if it can't be imported."""
-        path = self.folder / file
+        file, path = mutant.file, self.folder / mutant.file
         before = path.read_text()
         try:
             path.write_text(text)
             module = file.removesuffix(".py").replace("/", ".")
             if text == before or not self._passes("-c", f"import {module}"):
                 return None
-            return self.fails(by, path.stem)
+            return self.fails(by, self._reaching(mutant, before), path.stem)
         finally:
             path.write_text(before)
 
-    def fails(self, by: str, near: str = "") -> str:
+    def fails(self, by: str, worlds: list[int], near: str = "") -> str:
         """Return which tests fail: '' if none do."""
-        if not self._passes("-m", "tests.simulation.cluster", "0", str(self.seeds), "first"):
+        simulated = f"from tests.simulation.cluster import simulate\nfor seed in {worlds}: simulate(seed)"
+        if worlds and not self._passes("-c", simulated):
             return "simulation"
         if by == "simulation":
             return ""
-        named = [f"tests/unit/test_{name}.py" for name in dict.fromkeys((near, *NEAREST))]
+        named = [f"tests/unit/test_{name}.py" for name in dict.fromkeys((near, *self._importing(near), *NEAREST))]
         nearest = [name for name in named if (self.folder / name).exists()]
         return "" if self._tests(*nearest) and self._tests(*OTHERS) else "units"
+
+    def _reaching(self, mutant: Mutant, source: str) -> list[int]:
+        """The worlds that reach its line, or its statement if the line has no code of its own."""
+        statements = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt))
+        spans = (range(node.lineno, (node.end_lineno or 0) + 1) for node in statements)
+        span = min((span for span in spans if mutant.line in span), key=len, default=range(0))
+        for lines in ([mutant.line], span):
+            if found := {world for line in lines for world in self.reached.get((mutant.file, line), ())}:
+                return list(range(self.seeds)) if AT_IMPORT in found else sorted(found)[: self.seeds]
+        return []
+
+    def _importing(self, module: str) -> list[str]:
+        """The unit tests that import this module of the machines themselves."""
+        imports = re.compile(rf"from (schemas|\w+\.machine)(\.{module} import| import .*\b{module}\b)")
+        files = sorted((self.folder / "tests/unit").glob("test_*.py"))
+        return [file.stem.removeprefix("test_") for file in files if module and imports.search(file.read_text())]
 
     def _tests(self, *arguments: str) -> bool:
         return self._passes("-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments)
@@ -222,6 +241,27 @@ class Checkout:
         return done.returncode == 0
 
 
+def reached_by(worlds: int) -> dict[tuple[str, int], list[int]]:
+    """Return which of so many worlds reach each line of the machines; `AT_IMPORT` for what runs at an import."""
+    from coverage import Coverage
+
+    files = [str(file) for name in MACHINES for file in _files(ROOT / name)]
+    every = Coverage(data_file=None, config_file=False, include=files)
+    every.start()
+    from tests.simulation.cluster import simulate
+
+    for seed in range(worlds):
+        every.switch_context(str(seed))
+        simulate(seed)
+    every.stop()
+    reached: dict[tuple[str, int], list[int]] = {}
+    for path in (data := every.get_data()).measured_files():
+        for line, contexts in data.contexts_by_lineno(path).items():
+            seeds = [int(context) if context else AT_IMPORT for context in contexts]
+            reached[str(Path(path).relative_to(ROOT)), line] = seeds
+    return reached
+
+
 def changed_line(before: str, after: str) -> str:
     """Return the first line that differs, as it is afterwards."""
     pairs = zip(before.splitlines(), after.splitlines(), strict=False)
@@ -233,7 +273,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants")
     parser.add_argument("--sample", type=int, default=120, help="places to change")
     parser.add_argument("--seed", type=int, default=1, help="of the sample")
-    parser.add_argument("--seeds", type=int, default=200, help="runs of the simulation for each change")
+    parser.add_argument("--seeds", type=int, default=200, help="worlds for each change, at most")
+    parser.add_argument("--worlds", type=int, default=400, help="worlds of which those are taken that reach its line")
     parser.add_argument("--by", choices=("suite", "simulation"), default="suite")
     parser.add_argument("--minutes", type=float, default=40, help="begin no other change after this time")
     options = parser.parse_args()
@@ -243,8 +284,8 @@ def main() -> int:
     ends = time.monotonic() + 60 * options.minutes
     tried: list[str] = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        checkout = Checkout(Path(folder), options.seeds)
-        if broken := checkout.fails(options.by):
+        checkout = Checkout(Path(folder), options.seeds, reached_by(options.worlds))
+        if broken := checkout.fails(options.by, []):
             sys.stderr.write(f"without any change, tests fail: {broken}\n")
             return 2
         for mutant in map(rng.choice, rng.sample(every, min(options.sample, len(every)))):
@@ -252,7 +293,7 @@ def main() -> int:
                 break
             before = (checkout.folder / mutant.file).read_text()
             text = mutant.of(before)
-            by = checkout.noticed(mutant.file, text, options.by)
+            by = checkout.noticed(mutant, text, options.by)
             if by is not None:
                 tried.append(by)
             kind = mutant.operator.split("/")[-1].removeprefix("Replace")

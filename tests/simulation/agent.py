@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from schemas import events
+from schemas.agent_status import Clock
 from schemas.commands import DRAIN_MARGIN_MS, UnknownCommand
 from schemas.outcomes import Trace
 from schemas.transport.sockets import FRAME_BYTES_MAX
@@ -37,7 +38,7 @@ from schemas.wire import (
     encode_header,
     event_decoder,
 )
-from tests.simulation import adapter_verdicts, verdicts
+from tests.simulation import adapter_verdicts, verdicts, watcher
 from tests.simulation.adapters import GRACE_MS
 from tests.simulation.engine import Attempt
 from workers.link.frames import read_control, read_publication, read_replay
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 HOLD = 8
 SILENT_MS = 3_000
 HEADS_MISSED_MS = 5_000
+WALL_NS = 10**18
 NO_TOKENIZER = events.Observation(engine="model", tokenizer="absent")
 
 
@@ -84,10 +86,16 @@ class Process:
         self.calls_alone: list[int] = []  # by launch, since it was cut off for good, and its lease has ended
         self.commanded_ms = self.world.now  # when a command could last have reached it
         self.asks: Leave | None = None  # that its replica leave the fleet
+        offset_ns = self.world.now * 1_000_000 - WALL_NS
+        self.clock = Clock(at_ms=self.clock_ms, wall_ns=WALL_NS, offset_ns=offset_ns, error_ns=0)
 
     @property
     def clock_ms(self) -> int:
         return self.world.now + self.slot.clock_ms
+
+    def since(self, at_ms: int) -> int:
+        """Return the time since a moment of its clock."""
+        return self.clock_ms - at_ms
 
     @property
     def peer(self) -> str:
@@ -437,6 +445,7 @@ class Process:
 
     def _arrives(self, bus: Bus, wire: int, peer: str, message: Upward, seq: int, origin: int) -> None:
         if (wire == self.wire or wire in self.still_read) and bus.alive and not self.world.blocked(self.slot, "up"):
+            self.world.promises.judge("P10 closed", watcher.key(self, message))
             bus.receive(peer, message, seq, origin)
 
     def hello(self, again: bool = True) -> None:
@@ -472,7 +481,7 @@ class Process:
         elif self.snapshot_due and self.hears and now >= self.next_join_ms:
             self.join()
         else:
-            self.up(adapter_verdicts.beat(self, status_of(self.state)), seq=self.state.seq)
+            self.up(adapter_verdicts.beat(self, status_of(self.state, self.clock)), seq=self.state.seq)
             if self.asks is not None and not self.state.desired.draining:
                 self.up(self.asks)
         if now - self.heard_ms > self.world.settings.lease_ms and not self.lease_over:

@@ -32,6 +32,7 @@ from schemas.wire import (
     decode_command,
     encode,
 )
+from tests.simulation import watcher
 
 if TYPE_CHECKING:
     from tests.simulation.agent import Process
@@ -282,6 +283,7 @@ class Bus:
         if not self.alive:
             return
         self.world.at(1000, self.beacon)
+        watcher.look(self)
         state = self.state
         if self.world.mechanisms.beacon:
             self.publish(state.epoch, 0, state.seq, None)

@@ -35,6 +35,7 @@ from tests.simulation.engine import BROADCAST, LAUNCH_LABEL, Engine, Temper
 from tests.simulation.promises import Ledger, Promises
 from tests.simulation.samples import Sampler
 from tests.simulation.slot import Slot
+from tests.simulation.steps import Steps
 from tests.simulation.trainer import Trainer
 from tests.simulation.weather import ENGINES, LOSES, Weather
 from workers.machine import decide as machine
@@ -93,13 +94,9 @@ class World:
         self.story = story
         self.settings = SETTINGS
         self.promises = Promises(self)
-        self.weather = Weather.draw(random.Random(f"weather {seed}"))
-        full = random.Random(f"full {seed}")
-        if seed >= 120 and full.random() < 0.3:  # most ablations are noticed in earlier worlds
-            self.weather.fill(full)
-        self.operators = random.Random(f"operators {seed}")
-        self.others = random.Random(f"others {seed}")
-        self.leaving = random.Random(f"leaving {seed}")
+        self.weather = Weather.of(seed)
+        lucks = ("operators", "others", "leaving", "watching")
+        self.operators, self.others, self.leaving, self.watching = (random.Random(f"{luck} {seed}") for luck in lucks)
         self.disk = random.Random(f"disk {seed}").random() < 0.3  # durability of the log
         self.log = Log()
         self.files = Files(seed)
@@ -118,6 +115,7 @@ class World:
         self.trainer = Trainer(self)
         self.adapters = AdapterTrainer(self)
         self.sampler = Sampler(self)
+        self.steps_of_trainer = Steps(self)
 
     def _fleet(self) -> list[Slot]:
         rng = self.rng
@@ -154,7 +152,7 @@ class World:
             if slot.identity.role != ROLLOUT:
                 continue
             engine.kind, engine.losing, engine.temper.loses = kind, random.Random(f"{slot.name} {self.seed}"), loses
-            engine.temper.blind = self.weather.blind
+            engine.temper.blind, engine.temper.idle = self.weather.blind, self.weather.idles
             engine.flipping = random.Random(f"flips {slot.name} {self.seed}")
             engine.flips = 0.1 if random.Random(f"loads {self.seed}").random() < 0.15 else 0.0
             engine.traffic, engine.recomputes = traffic, recomputes
@@ -182,7 +180,7 @@ class World:
 
         def kill(text: str) -> None:
             process = slot.process
-            if len(self._commanders(slot)) > 1:
+            if len(self.commanders(slot)) > 1:
                 self.say(f"two agents command the engine of {slot.name}: {text}")
                 self.at(0, slot.relaunch)
             elif process is None or not serving.misled(process):
@@ -403,20 +401,20 @@ class World:
         self.doubled_until[identity.unit] = max(until_ms, self.doubled_until.get(identity.unit, 0))
         self.at(lives_ms, self._end_double, double)
 
-    def _commanders(self, slot: Slot) -> list[Slot]:
+    def commanders(self, slot: Slot) -> list[Slot]:
         """The places whose agents command the engine of this one."""
         return [other for other in self.slots if other.engine is slot.engine and other.engine is not None]
 
     def called(self, slot: Slot) -> None:
         """Note that an agent calls its engine, which others may command as well."""
-        for other in self._commanders(slot):
+        for other in self.commanders(slot):
             if other is not slot and slot.engine is not None:
                 slot.engine.unseen_by.add(other.double)
 
     def _succeed(self, slot: Slot) -> None:
         """Cut an agent off for good, which lives on for a while; another one takes over its place and its engine."""
         engine, process = slot.engine, slot.process
-        if slot.double or process is None or engine is None or len(self._commanders(slot)) > 1:
+        if slot.double or process is None or engine is None or len(self.commanders(slot)) > 1:
             return
         old = slot.be_succeeded(self.doubles + 1)
         if old is None:
@@ -529,6 +527,7 @@ class World:
         if self.mechanisms.adapters:
             self.adapters.begin()
         self.sampler.begin()
+        self.steps_of_trainer.begin()
         self.at(1000, self.misfortune)
         self.run(self.rng.randrange(15_000, 40_000))
         self.calm()
@@ -553,7 +552,7 @@ class World:
             slot.blocked_until = dict.fromkeys(slot.blocked_until, 0)
             if slot.engine is not None:
                 temper = slot.engine.temper
-                temper.fails = temper.hangs = temper.loses = temper.blind = 0.0
+                temper.fails = temper.hangs = temper.loses = temper.blind = temper.idle = 0.0
                 slot.engine.shelf.evicts = slot.engine.flips = 0.0
                 temper.failing, temper.slow_ms, slot.engine.traffic = "", min(temper.slow_ms, 400), False
 

@@ -56,6 +56,8 @@ IDEMPOTENT: Final[dict[Kind, frozenset[Operation]]] = {
     "verl": frozenset({Operation.PAUSE, Operation.RESUME}),
 }
 """What may be asked of them twice."""
+IDLES: Final = (events.Pause, events.Resume, events.Sleep, events.Wake, events.Load, events.StartProfile)
+"""Calls that a broken engine says it has carried out, and has not."""
 LOST: Final = "unanswered"
 """Kind of the fault of a call whose answer was lost."""
 WINDOWS_END: Final = 0.0
@@ -114,6 +116,7 @@ class Temper:
     hangs: float = 0.0
     loses: float = 0.0  # answers, of calls that were carried out, or were not
     blind: float = 0.0  # observations that fail
+    idle: float = 0.0  # calls that report success and have no effect
     failing: str = ""  # a call that fails more often than not
     lacks: frozenset[Operation] = frozenset()
     slow_ms: int = 40
@@ -193,6 +196,11 @@ class Engine:
         return self.weights.startswith("torn")
 
     @property
+    def before_run(self) -> str:
+        """What an earlier run left in its first launch."""
+        return f"{self.used} of another run"
+
+    @property
     def generating(self) -> bool:
         """Whether it answers requests."""
         return not (self.paused or self.interrupts)
@@ -228,7 +236,7 @@ class Engine:
         self.version, self.weights, self.loaded_by, self.flipped = 0, LAUNCHED, None, False
         self.label = LAUNCH_LABEL if self.label is not None else None
         if self.used and self.instance == 1 and self.label is not None:
-            self.version, self.label, self.weights = self.used, str(self.used), f"{self.used} of another run"
+            self.version, self.label, self.weights = self.used, str(self.used), self.before_run
         self.attempt = None
 
     def observe(self) -> events.Observation:
@@ -421,6 +429,9 @@ class Engine:
         attempt.applied = True
         if isinstance(attempt.result, events.Fault):
             return self._apply_fault(attempt.call, attempt.result)
+        return attempt.result if self._idles(attempt.call) else self._carry_out(attempt)
+
+    def _carry_out(self, attempt: Attempt) -> events.Returned | events.Fault:
         match call := attempt.call:
             case events.CheckSource() | events.CheckProfile() | events.CollectTraces() | events.FinishProfile():
                 pass
@@ -446,6 +457,14 @@ class Engine:
                 return events.Returned(auto_stopped=auto)
         return attempt.result
 
+    def _idles(self, call: events.Call) -> bool:
+        """Whether it does nothing, and says that it did. It shows that, and is read after a call for a command."""
+        shown = isinstance(call, IDLES) and self.kind == "tiny" and not self.temper.blind
+        if isinstance(call, events.StartProfile):  # one with a window may have ended by itself
+            shown = shown and call.session.plan.window is None
+        commanded = self.caller is not None and self.caller.trigger is not None
+        return shown and commanded and self.temper.idle > 0 and self.losing.random() < self.temper.idle
+
     def _apply_fault(self, call: events.Call, fault: events.Fault) -> events.Fault:
         if isinstance(call, events.Load | events.Restore) and fault.kind == "engine_error" and self.rng.random() < 0.7:
             self._check_loadable()
@@ -456,6 +475,8 @@ class Engine:
 
     def _load(self, call: events.Load | events.Restore) -> events.Returned:
         self._check_loadable()
+        if isinstance(call, events.Restore) and call.directory != self.launched_from:
+            self.kill(f"the weights of its launch are in {self.launched_from}, and were loaded from {call.directory}")
         held = self.weights, self.version, self.label
         version, self.weights, label = 0, LAUNCHED, LAUNCH_LABEL
         if isinstance(call, events.Load):

@@ -9,6 +9,7 @@ from schemas.commands import Drain, Target
 from schemas.identity import ROLLOUT, agent_of
 
 if TYPE_CHECKING:
+    from tests.simulation.agent import Process
     from tests.simulation.cluster import World
     from tests.simulation.promises import Promises
     from tests.simulation.slot import Slot
@@ -51,6 +52,15 @@ def begins(promises: Promises, seq: int) -> None:
     for at, published in promises.log.items():
         if at != seq:
             published.may_lack |= names
+
+
+def has_begun(promises: Promises, process: Process, seq: int) -> bool:
+    """Whether the replica of an agent had been told to leave before a command."""
+    place = process.slot.identity
+    again = promises.joined.get(process.slot.name) == _incarnation(process.peer)
+    begun = promises.begun_anew.get(place.unit, 0) if again else 0
+    earlier = (found for at, found in promises.log.items() if begun < at < seq)
+    return any(isinstance(found.command, Drain) and found.target.includes(place) for found in earlier)
 
 
 def retire(promises: Promises, effect: Retired) -> str:

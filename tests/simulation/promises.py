@@ -48,7 +48,7 @@ from schemas.identity import Identity, RolloutMode, agent_of
 from schemas.outcomes import Acted, Missing, Outcome
 from schemas.reports import Report, SyncReport
 from schemas.wire import Snapshot, Welcome, decode_command
-from tests.simulation import adapter_verdicts, leaving, serving, verdicts
+from tests.simulation import adapter_verdicts, answers, leaving, serving, verdicts
 from tests.simulation.bus import event_decoder
 from tests.simulation.engine import LAUNCHED, weights_of, weights_to_serve
 from tests.simulation.sessions import closing
@@ -124,6 +124,7 @@ class Published:
         may_lack: Those of them that have begun to leave the fleet since.
         away: The agents that were known when it was issued, and not live.
         record: Its position in the log.
+        at_ms: When it was published.
         ends_us: When the time of the agents ends.
     """
 
@@ -133,6 +134,7 @@ class Published:
     live: frozenset[str]
     away: frozenset[str]
     record: int
+    at_ms: int
     deadline_us: int
     ends_us: int
     life: int
@@ -149,6 +151,7 @@ class Promises:
         self.peers: dict[str, str] = {}
         self.identities: dict[str, Identity] = {}  # with which it was let in, by agent
         self.known: dict[str, bool] = {}  # every agent that ever joined: is it live?
+        self.since: dict[str, int] = {}  # when it was last sent a snapshot, by agent
         self.joined: dict[str, str] = {}  # the incarnation that was last sent a snapshot, by agent
         self.retired: dict[str, str] = {}  # each with the incarnation that was known last
         self.leaving: set[int | str] = set()  # units that are drained
@@ -167,7 +170,7 @@ class Promises:
 
     def after_agent(self, process: Process, before: AgentState, event: Event, effects: tuple[Effect, ...]) -> None:
         ledger, state = process.slot.ledger, process.state
-        if isinstance(event, SnapshotReceived) and _taken(before, event) and ledger.lost_epoch > 0:
+        if isinstance(event, SnapshotReceived) and verdicts.taken(before, event) and ledger.lost_epoch > 0:
             self._begin_again(ledger, event)
         if isinstance(event, Started):
             ledger.seen, ledger.last_decided, ledger.oracle = 0, 0, None
@@ -190,6 +193,7 @@ class Promises:
         if heard and state.changed_by_others and not state.contested:
             self.broken("I1 no torn serving", f"{process.peer} hears its bus, and leaves what something else did")
         self._folded(process, before, event)
+        self.judge("convergence", verdicts.blocked(process, before, event))
         self._bounded(process)
         serving.check(self, process)
         self.judge("P12 adapters", adapter_verdicts.ready(process, self.oracle(process)))
@@ -234,6 +238,7 @@ class Promises:
             decision = (effect.epoch, effect.outcome)
             if effect.seq not in ledger.decided:
                 self._proven(process, effect)
+                self.judge("P3 answer", answers.answer(process, before, event, effect))
             if ledger.decided.setdefault(effect.seq, decision) != decision:
                 self.broken("P1 order", f"{process.peer} decided {effect.seq} twice, and differently")
             again = isinstance(event, CommandReceived) and event.seq <= before.seq
@@ -259,7 +264,7 @@ class Promises:
         """P4: a snapshot equals the fold of the log, and committed versions never go back."""
         ledger, state = process.slot.ledger, process.state
         identity = process.slot.identity
-        if isinstance(event, SnapshotReceived) and _taken(before, event):
+        if isinstance(event, SnapshotReceived) and verdicts.taken(before, event):
             syncs = verdicts.syncs(identity)
             newest = self.newest(identity, event.seq) if syncs else None
             held = weights_of(event.desired.committed.source) if event.desired.committed is not None else None
@@ -331,6 +336,8 @@ class Promises:
             self.broken("P5 one effect", f"{process.peer} makes call {perform.call_id} again")
         ledger.performed.add(perform.call_id)
         self.judge("P6 fencing", verdicts.alone(process, perform.call))
+        self.judge("P5 one effect", answers.superfluous(process, perform.call))
+        self.judge("P4 late joiner", answers.unseen(process, perform.call))
         engine = process.slot.engine
         self.judge("P5 one effect", verdicts.receives(process, perform.call))
         if isinstance(perform.call, Sleep | Wake) and engine is not None and engine.memory == "trainer":
@@ -455,7 +462,7 @@ class Promises:
                 unit = self.world.slot(name).identity.unit
                 if all(self.world.slot(other).identity.unit != unit for other in self.joined):
                     self.begun_anew[unit] = self.head  # what was for some replicas, this one among them, is not kept
-                self.known[name], self.joined[name] = True, incarnation
+                self.known[name], self.joined[name], self.since[name] = True, incarnation, self.world.now
                 self.retired.pop(name, None)
 
     def _let_in(self, identity: Identity, incarnation: str) -> None:
@@ -495,6 +502,7 @@ class Promises:
             live=frozenset(name for name, live in staying.items() if live),
             away=frozenset(name for name, live in staying.items() if not live),
             record=len(bus.world.log.records) - 1,
+            at_ms=self.world.now,
             deadline_us=opened.deadline_us if opened is not None else bus.now_us,
             ends_us=(opened.issued_us if opened is not None else bus.now_us) + effect.envelope.ttl_ms * 1000,
             life=bus.life,
@@ -514,6 +522,8 @@ class Promises:
         if key in self.concluded:
             self.broken("P3 answer", f"command {report.seq} was concluded twice")
         self.concluded[key] = report
+        places = {slot.name: slot.identity for slot in self.world.slots}
+        self.judge("I7 windows close", self.world.steps_of_trainer.concluded(report, places))
         self.concluded_at[key] = len(bus.world.log.records) - 1
         names = [line.agent for line in report.outcomes]
         wrong = (frozenset(names) ^ (published.live | published.away)) - published.may_lack
@@ -526,7 +536,7 @@ class Promises:
             self.broken("P3 answer", f"command {report.seq}: {published.away} were away, {absent} are named absent")
         if published.life == bus.life and bus.now_us > published.deadline_us + bus.late_us:
             self.broken("P3 answer", f"command {report.seq} was concluded after its deadline")
-        for line in report.outcomes:
+        for line in (line for line in report.outcomes if not isinstance(line.conclusion, Missing)):
             given = self.world.slot(line.agent).ledger.answered.get(key, [])
             if not verdicts.was_given(line.conclusion, given):
                 self.broken("P3 answer", f"{line.agent} never gave the answer concluded for {report.seq}")
@@ -587,11 +597,3 @@ class Promises:
             if engine.generating and not serving.misled(process) and engine.weights != weights:
                 text = f"the bus says that replica {replica} serves v{version}, {weights}, and it has {engine.weights}"
                 self.broken("P11 true", text)
-
-
-def _taken(before: AgentState, event: SnapshotReceived) -> bool:
-    """Whether the snapshot counts: not if its epoch is older, if this incarnation is already beyond its position, or if
-    it was asked to end.
-    """
-    behind = event.epoch == before.snapshot_epoch and event.seq < before.seq
-    return event.epoch >= before.epoch and not behind and not before.stopping

@@ -342,17 +342,17 @@ ABLATIONS = {
     # A stop closes whatever is open: what the trainer wants recorded ends with somebody else's session.
     "a stop names its session": Ablation(Mechanisms(agent=closing_any_session), "I7 sessions stay open", first=13),
     # A start that is not for this replica takes away the session that is.
-    "a session of one's own": Ablation(Mechanisms(agent=giving_up_for_others), "I7 sessions stay open", first=7),
+    "a session of one's own": Ablation(Mechanisms(agent=giving_up_for_others), "I7 sessions stay open", first=8),
     # A judge that comes back to the next trainer is taken for a replica that syncs, and waits for a commit for ever.
     "who left": Ablation(Mechanisms(bus=forgetting_who_left), "P4 late joiner", first=64),
     # An agent comes back at a place that was taken out of the run for good.
     "retired places": Ablation(Mechanisms(bus=forgetting_the_retired), "P3 answer", first=2),
     # Every report goes on to name a place that was retired, as absent.
-    "retired members": Ablation(Mechanisms(bus=naming_the_retired), "P3 answer", first=2),
+    "retired members": Ablation(Mechanisms(bus=naming_the_retired), "P3 answer", first=11),
     # A replica out of reach serves what is not committed any more, though it was told to pause.
     "pause on a lost bus": Ablation(Mechanisms(agent=serving_without_a_bus), "I1 no torn serving", first=10),
     # It pauses, and resumes before a bus has said what is committed.
-    "resumed by a bus": Ablation(Mechanisms(agent=resuming_by_itself), "I1 no torn serving", first=5),
+    "resumed by a bus": Ablation(Mechanisms(agent=resuming_by_itself), "I1 no torn serving", first=9),
     # The trainer releases memory for its own work, and the agent wakes it.
     "memory of the trainer": Ablation(Mechanisms(agent=sharing_memory), "P5 one effect", first=28),
     # The trainer pushed weights, and the sync was aborted: the engine goes on with what nobody committed.
@@ -398,7 +398,7 @@ ABLATIONS = {
     # A timeout of ten billion seconds is published, and each agent drops the record, live and resent: a hole for ever.
     "bounds": Ablation(Mechanisms(bounds=False, drops_unreadable=True), "convergence", first=10),
     # A half-open control connection carries nothing, and neither side is told. The agent hears heads, and is gone.
-    "control dialled anew": Ablation(Mechanisms(redial_control=False), "convergence", first=84),
+    "control dialled anew": Ablation(Mechanisms(redial_control=False), "convergence", first=39),
     # A half-open subscription: commands come only while they are retransmitted, and nothing shows that the last one was
     # lost.
     "subscription dialled anew": Ablation(Mechanisms(redial_subscription=False), "convergence", first=97),

@@ -34,13 +34,13 @@ GUARDS = {
         "controlplane/machine/quorum.py",
         "len(sync.members) // 2 + 1",
         "len(sync.members) // 2",
-        6,
+        1,
     ),
     "absent waits": Guard(
         "controlplane/machine/sync.py",
         'elif sync.request.on_unreachable != "wait" and is_engine_down',
         "elif is_engine_down",
-        7,
+        15,
     ),
     "lifted": Guard(
         "workers/machine/suppressed.py",

@@ -175,16 +175,18 @@ class Trainer:
         self.tries += 1
         version = version or self._version(again)
         source = self._source(f"v{version}/try{self.tries}")
+        reused = self._pushed_before() if again and isinstance(source, Pushed) else None
+        source = reused or source
         counted = again and self.counting.random() < 0.2
         content = digest_of(weights_of(source))
-        manifest = Manifest(tensors=1, nbytes=1, layout="l", content=content) if rng.random() < 0.5 else None
+        manifest = Manifest(tensors=1, nbytes=1, layout="l", content=content)
         order = SyncRequested(
             at_us=bus.now_us,
             at_ns=self.world.now,
             ticket=ticket,
             version=None if counted else version,
             source=source,
-            manifest=manifest,
+            manifest=manifest if rng.random() < 0.5 or reused is not None else None,
             in_flight=rng.choice(("abort", "wait", "keep")),
             quorum=quorum,
             target=self._target() if again else Target(),
@@ -213,6 +215,13 @@ class Trainer:
         if not pushes or self.pushing.random() >= pushes:
             return Checkpoint(path)
         return Pushed(f"push {self.tries}", path if self.pushing.random() < 0.5 else "")
+
+    def _pushed_before(self) -> Pushed | None:
+        """Now and then, what was pushed and committed before, to be pushed again as a version of its own."""
+        if self.world.promises.lost or self.pushing.random() >= 0.25:
+            return None
+        sources = [commit.source for commit in self.world.promises.commits()]
+        return next((source for source in reversed(sources) if isinstance(source, Pushed)), None)
 
     def on_published(self, bus: Bus, publish: Publish) -> None:
         """Push the weights of a sync to its members once they may be loaded; now and then that fails."""
@@ -249,7 +258,7 @@ class Trainer:
         lives = bus is self.world.bus and bus.alive
         if lives and sync is not None and sync.request.ticket == asked.ticket and sync.phase == "load":
             seen = engine.kind == "tiny" and asked.manifest is not None
-            wrong = self.busy and seen and self.pushing.random() < 0.1
+            wrong = self.busy and seen and self.pushing.random() < 0.2
             done = engine.push(source, instance, f"not {source.label}" if wrong else weights_of(source))
             self.world.say(f"the trainer pushes {source.label!r}: {done}")
 

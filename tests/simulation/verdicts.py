@@ -15,7 +15,17 @@ from msgspec.structs import replace
 from controlplane.machine.events import CoordinatorEvent, JoinReceived, ResendRequested, RetireRequested
 from schemas.commands import AdapterSync, Broadcast, Command, EpochStart, ProfileCommand, UnknownCommand, WeightSync
 from schemas.desired import Desired, requested_session
-from schemas.events import Call, CommandReceived, Event, LeaseExpired, Load, Observe, SnapshotReceived, Started
+from schemas.events import (
+    Call,
+    CommandReceived,
+    EngineReturned,
+    Event,
+    LeaseExpired,
+    Load,
+    Observe,
+    SnapshotReceived,
+    Started,
+)
 from schemas.identity import ROLLOUT, Identity, RolloutMode, agent_of, replica_and_node
 from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing, Outcome, Reason, Skipped
 from schemas.reports import Report, SyncReport
@@ -87,8 +97,21 @@ def report(promises: Promises, bus: Bus, told: SyncReport) -> str:
         desired = bus.state.desired.get(replica)
         if desired is not None and (desired.generation == "paused" or desired.asleep):
             return f"the report of v{told.version} does not say that replica {replica} was told to stop"
+    return _wrongly_named(bus, told, known)
+
+
+def _wrongly_named(bus: Bus, told: SyncReport, known: set[int]) -> str:
+    """P11: no replica is named that is where the end of the sync wants it."""
+    last = told.phases[-1]
+    for replica in known.intersection(told.quarantined) if told.status == "aborted" and not told.adapter else ():
+        desired, status = bus.state.desired.get(replica), bus.state.members[f"{replica}.0"].status
+        if not ((desired is not None and desired.quarantined) or (status is not None and status.quarantined)):
+            return f"the report of v{told.version}, aborted, calls replica {replica} quarantined, and it is not"
     if told.status == "committed" and isinstance(last.command, WeightSync):
         conclusions = dict(primaries(last))
+        for replica in set(told.unproven) - last.command.quarantine:
+            if followed(conclusions.get(replica)):
+                return f"the report of v{told.version} calls replica {replica} unproven, and it followed"
         for replica in set(told.quarantined) - last.command.quarantine:
             if followed(conclusions.get(replica)):
                 return f"the report of v{told.version} calls replica {replica} quarantined, and it serves"
@@ -305,6 +328,21 @@ def replayed(promises: Promises, bus: Bus, event: Event, held_ms: int) -> str:
     late_ms = event.ttl_ms - (new.ends_us - bus.now_us) // 1000
     late = late_ms > REPLAYED_LATE_MS + bus.slowest_ms + held_ms and event.ttl_ms > 0
     return f"command {event.seq}, sent again, is good until {late_ms} ms after its end" if late else ""
+
+
+def taken(before: AgentState, event: SnapshotReceived) -> bool:
+    """Whether the snapshot counts: not if its epoch is older, if this incarnation is already beyond its position, or if
+    it was asked to end.
+    """
+    behind = event.epoch == before.snapshot_epoch and event.seq < before.seq
+    return event.epoch >= before.epoch and not behind and not before.stopping
+
+
+def blocked(process: Process, before: AgentState, event: Event) -> str:
+    """Only a call that failed keeps an agent from going on by itself."""
+    blocks = process.state.reconcile_blocked and not before.reconcile_blocked
+    wrong = blocks and not isinstance(event, EngineReturned)
+    return f"{process.peer} has given up, by {event}" if wrong else ""
 
 
 # --- quarantine and sessions ------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ class Weather:
             is not.
         forgets: A journal may be lost with a session, after a load that was cut off, and beside an engine that is
             paused with a cache of other weights, or that does not say whether it is paused.
+        idles: Chance that an engine carries out nothing of what it is asked for by a command, and reports success.
         successors: Chance that an agent is cut off for good and lives on, while another takes over its engine.
         places: How many adapters an engine holds at most; None for no limit.
         drains: Chance that a replica leaves the fleet in good order. Its agents may take up their places again.
@@ -90,7 +91,16 @@ class Weather:
     successors: float = 0.0
     places: int | None = None
     drains: float = 0.0
+    idles: float = 0.0
     aim: str = "none"
+
+    @classmethod
+    def of(cls, seed: int) -> Weather:
+        """Return the weather of a world."""
+        weather, full = cls.draw(Random(f"weather {seed}")), Random(f"full {seed}")
+        if seed >= 120 and full.random() < 0.3:  # most ablations are noticed in earlier worlds
+            weather.fill(full)
+        return weather
 
     @classmethod
     def draw(cls, rng: Random) -> Weather:
@@ -133,6 +143,7 @@ class Weather:
         if weather.broadcasts and rng.random() < 0.7:
             weather.syncs = 0.6
             weather.hush()
+        weather.idles = rng.choice((0.0, 0.0, 0.0, 0.05))
         return weather
 
     def aimed(self) -> Weather:
