@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.simulation.agent import Process
     from tests.simulation.promises import Promises, Published
 
-_NOT_ENGINE_CALLS = ("observe", "await_push", "collect_traces", "finish_profile")
+_NOT_ENGINE_CALLS = ("observe", "await_push", "await_idle", "collect_traces", "finish_profile")
 
 
 def answer(process: Process, before: AgentState, event: events.Event, given: events.Answer) -> str:
@@ -53,8 +53,8 @@ def _stops(
 ) -> str:
     """Rules 4 to 6: whether its time is over, and whether it is for this place."""
     place, command = process.slot.identity, published.command
-    expected = None
-    if not published.target.includes(place) or leaving.has_begun(promises, process, given.seq):
+    expected, leaves = None, leaving.has_begun(promises, process, given.seq)
+    if not published.target.includes(place) or leaves:
         expected = Reason.NOT_TARGETED
     elif place.role != ROLLOUT and isinstance(command, WeightSync | EngineCommand):
         expected = Reason.NOT_AN_ENGINE
@@ -69,7 +69,7 @@ def _stops(
     if late and given.rule not in (4, 7) and not _launching(process, before):
         return "its time is over"
     told = reason in (Reason.NOT_TARGETED, Reason.NOT_AN_ENGINE, Reason.NOT_PRIMARY)
-    return "" if (reason if told else None) == expected else f"the reason is {expected}"
+    return "" if leaves is None or (reason if told else None) == expected else f"the reason is {expected}"
 
 
 def _launching(process: Process, before: AgentState) -> bool:

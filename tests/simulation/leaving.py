@@ -54,13 +54,18 @@ def begins(promises: Promises, seq: int) -> None:
             published.may_lack |= names
 
 
-def has_begun(promises: Promises, process: Process, seq: int) -> bool:
-    """Whether the replica of an agent had been told to leave before a command."""
-    place = process.slot.identity
-    again = promises.joined.get(process.slot.name) == _incarnation(process.peer)
-    begun = promises.begun_anew.get(place.unit, 0) if again else 0
-    earlier = (found for at, found in promises.log.items() if begun < at < seq)
-    return any(isinstance(found.command, Drain) and found.target.includes(place) for found in earlier)
+def has_begun(promises: Promises, process: Process, seq: int) -> bool | None:
+    """Whether the replica of an agent had been told to leave before a command. None if it has begun anew since, and the
+    agent perhaps not.
+    """
+    place, again = process.slot.identity, promises.joined.get(process.slot.name) == _incarnation(process.peer)
+    drains = [
+        at
+        for at, found in promises.log.items()
+        if at < seq and isinstance(found.command, Drain) and found.target.includes(place)
+    ]
+    begun = promises.begun_anew.get(place.unit, 0)
+    return max(drains, default=0) > begun if again or not any(at <= begun for at in drains) else None
 
 
 def retire(promises: Promises, effect: Retired) -> str:

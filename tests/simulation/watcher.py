@@ -22,7 +22,7 @@ from schemas.formatting import agent_order
 from schemas.identity import replica_and_node
 from schemas.reports import FleetStatus
 from schemas.wire import Retire, StatusRequest, Upward
-from tests.simulation import model, serving, verdicts
+from tests.simulation import leaving, model, serving, verdicts
 from tests.simulation.engine import LAUNCH_LABEL, LAUNCHED, Engine, weights_of, weights_to_serve
 from workers.link.heartbeat import status_of
 
@@ -169,7 +169,7 @@ def _open(bus: Bus, status: FleetStatus) -> Iterator[str]:
             yield f"seq {seq} was for {sorted(found.live)}, and waits for {live}: {text}"
         owed = {
             name
-            for name in found.live - set(full)
+            for name in found.live - found.may_lack - set(full)
             if (found.origin, seq) not in _answered(promises, name)
             and promises.known.get(name)
             and promises.since.get(name, 0) <= found.at_ms
@@ -225,8 +225,9 @@ def _reasons(bus: Bus) -> Iterator[str]:
     promises, reasons = bus.world.promises, not_ready_reasons(bus.state, -1)
     if list(reasons) != sorted(reasons, key=agent_order):
         yield f"they are not in order: {list(reasons)}"
-    live = [name for name, is_live in promises.known.items() if is_live]
-    if missing := [name for name, is_live in promises.known.items() if not is_live and name not in reasons]:
+    staying = leaving.staying(promises)
+    live = [name for name, is_live in staying.items() if is_live]
+    if missing := [name for name, is_live in staying.items() if not is_live and name not in reasons]:
         yield f"{missing} are away, and nothing is said of it"
     ready = not any(name in reasons for name in live)
     if all_serve(bus.state, len(live), -1) != ready or all_serve(bus.state, len(live) + 1, -1):
