@@ -152,7 +152,9 @@ def _known(state: CoordinatorState, label: str, replica: int | None) -> tuple[st
             used = next((used for used in adapter.used if used.adapter.model == label), None)
             if used is not None:
                 open_ = name in state.syncs
-                proof = _proof(committed=bool(used.committed_seq), holders=used.holders, open_=open_, replica=replica)
+                listed = replica is not None and holds_version(state, replica, used)  # from its load on, not its commit
+                holders = (replica,) if replica is not None and listed else used.holders
+                proof = _proof(committed=bool(used.committed_seq), holders=holders, open_=open_, replica=replica)
                 return name, used.adapter.version, adapter.newest_committed, proof
     newest = max((known.weights.version for known in state.loaded if known.committed), default=0)
     if label == LAUNCH_LABEL:

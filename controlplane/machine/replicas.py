@@ -19,6 +19,7 @@ from schemas.identity import ROLLOUT, Identity
 from schemas.outcomes import Acted, Conclusion, Missing, Reason, Skipped
 from schemas.reports import AgentOutcome
 
+_ALREADY: Final = Skipped(Reason.ALREADY)
 _SAYS_NOTHING: Final = tuple(
     map(Skipped, (Reason.NOT_TARGETED, Reason.MODE_NEVER_SYNCS, Reason.OBSERVING, Reason.STALE_VERSION))
 )
@@ -95,6 +96,8 @@ def note_outcomes(state: CoordinatorState, command: Command, outcomes: Iterable[
         if member is None or member.state != "live" or not is_primary(member) or _says_nothing(outcome.conclusion):
             continue
         acked = _carried_out(outcome.conclusion)
+        if acked and isinstance(command, EngineCommand) and command.operation in ("resume", "wake"):
+            acked = _runs_after(command, outcome.conclusion, member)
         sync_acked = member.sync_acked
         if isinstance(command, WeightSync):
             sync_acked = acked and not _in_quarantine_after(command, member, _desired(state, member))
@@ -129,7 +132,17 @@ def _says_nothing(conclusion: Conclusion) -> bool:
 
 
 def _carried_out(conclusion: Conclusion) -> bool:
-    return isinstance(conclusion, Acted) or conclusion == Skipped(Reason.ALREADY)
+    return isinstance(conclusion, Acted) or conclusion == _ALREADY
+
+
+def _runs_after(command: EngineCommand, conclusion: Conclusion, member: Member) -> bool:
+    """Whether a resume or a wake that was carried out shows that the engine generates. It may have had to pause for
+    want of weights; and a wake resumes nothing whose resume had failed.
+    """
+    calls = conclusion.calls if isinstance(conclusion, Acted) else ()
+    if "resume" in calls or "pause" in calls:
+        return "resume" in calls
+    return command.operation == "resume" or _generates(member)
 
 
 def _in_quarantine_after(command: WeightSync, member: Member, desired: Desired) -> bool:
@@ -220,9 +233,7 @@ def _in_doubt(member: Member, desired: Desired) -> bool:
 
 def holds_committed(member: Member, desired: Desired) -> bool:
     """Return whether the replica is proven to hold its newest committed weights."""
-    if desired.committed is None or _in_doubt(member, desired):
-        return False
-    return bool(member.sync_acked) or (member.status is not None and member.status.version == desired.version)
+    return desired.committed is not None and not _in_doubt(member, desired)
 
 
 def needed_weights(state: CoordinatorState) -> frozenset[str]:

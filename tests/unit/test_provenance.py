@@ -142,6 +142,18 @@ def test_of_an_adapter_the_name_counts_and_not_the_label_of_the_engine() -> None
     assert [view.provenance(completion, replica=replica)[0].proof for replica in (0, 1)] == ["proven", "unproven"]
 
 
+def test_a_replica_that_has_loaded_a_version_is_proven_to_hold_it_from_its_commit_on() -> None:
+    """It is listed for the version at once, and may answer before it has heard of the commit."""
+    bus = adapted()
+    bus.sync(3, adapter="policy", path="policy/3", quorum=1)
+    bus.answer(a0_0=DONE, a1_0=DONE)
+    bus.answer(a0_0=DONE, a1_0=NO)
+    view = FleetView(bus.state)
+    assert view.adapters["policy"].replicas == (0,)
+    completion = {"model": "policy-v3", "choices": [{"text": "…"}], "usage": {"completion_tokens": 7}}
+    assert [view.provenance(completion, replica=replica)[0].proof for replica in (0, 1)] == ["proven", "unproven"]
+
+
 def test_a_name_that_is_no_adapter_of_the_run_leaves_the_labels_to_count() -> None:
     (found,) = FleetView(committed(1).state).provenance({"model": "qwen", **answer(("1", 0, 5))})
     assert (found.adapter, found.proof) == ("", "proven")

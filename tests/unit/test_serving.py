@@ -17,7 +17,7 @@ from schemas.agent_status import AgentStatus
 from schemas.commands import EngineCommand, Target, WeightSync
 from schemas.config import BusConfig
 from schemas.identity import RolloutMode
-from schemas.outcomes import Reason, Skipped
+from schemas.outcomes import Acted, Reason, Skipped
 from schemas.reports import FleetStatus
 from tests.processes.test_agent_process import Node
 from tests.unit.fleets import DONE, NO, NOT_PRIMARY, SECOND_US, Coordinator
@@ -264,6 +264,26 @@ def test_a_paused_replica_serves_again_once_it_has_answered_the_resume() -> None
     assert proven_replicas(bus.state).serving == {0: 1}, "it said before the pause that it generates"
     bus.status("0.0", replace(SERVING, generating=False))
     assert proven_replicas(bus.state).serving == {}, "its heartbeat is newer than its answer"
+
+
+def test_a_wake_that_found_all_memory_awake_says_nothing_of_a_resume_that_failed() -> None:
+    bus = serving()
+    assert carried_out(bus, PAUSE) == {}
+    bus.issue(RESUME)
+    bus.answer(a0_0=NO, a1_0=DONE)
+    for _ in ("by that answer", "by its heartbeat"):
+        bus.issue(EngineCommand(operation="wake"))
+        bus.answer(a0_0=Skipped(Reason.ALREADY), a1_0=Skipped(Reason.ALREADY))
+        assert proven_replicas(bus.state).serving == {1: 1}, "the other is paused"
+        bus.status("0.0", replace(SERVING, version=1, generating=False), seq=bus.state.seq)
+
+
+def test_a_wake_that_only_paused_an_engine_shows_no_replica_that_serves() -> None:
+    """Its engine holds weights of another run, and nothing leads back to those of its launch."""
+    bus = serving()
+    bus.issue(EngineCommand(operation="wake"))
+    bus.answer(a0_0=Acted(calls=("pause",)), a1_0=Acted(calls=("wake", "resume")))
+    assert proven_replicas(bus.state).serving == {1: 1}
 
 
 def test_a_replica_that_missed_a_command_is_proven_by_its_next_heartbeat_alone() -> None:
