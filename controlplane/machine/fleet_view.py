@@ -4,7 +4,7 @@ from controlplane.machine.adapters import adapter_statuses, needed_paths, oldest
 from controlplane.machine.coordinator_state import CoordinatorState
 from controlplane.machine.engine_answers import labelled_tokens, model_of
 from controlplane.machine.provenance import Provenance, provenance
-from controlplane.machine.replicas import needed_weights, proven_replicas
+from controlplane.machine.replicas import in_doubt, needed_weights, proven_replicas
 from schemas.commands import durable_source
 from schemas.identity import RolloutMode
 from schemas.reports import AdapterStatus
@@ -105,6 +105,6 @@ class FleetView:
         obeys = sync is not None or desired.generation != "running" or desired.asleep
         loaded = sync is not None and replica in sync.members and status.version == sync.version
         works = status.tokenizer != "unknown" and not status.torn
-        if obeys and works and (loaded or replica not in self._proven.unproven):
+        if obeys and works and (loaded or not in_doubt(member, desired)):
             return ""
         return f"it is not proven to serve v{desired.version}: {status.condition()}"

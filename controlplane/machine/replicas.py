@@ -186,7 +186,7 @@ def proven_replicas(state: CoordinatorState) -> ProvenReplicas:
     serving: dict[int, int] = {}
     holding: list[int] = []
     for replica, member, desired in _live_primaries(state):
-        if _in_doubt(member, desired):
+        if in_doubt(member, desired):
             continue
         holding.append(replica)
         identity = member.hello.identity
@@ -226,14 +226,14 @@ def _generates(member: Member) -> bool:
     return status is not None and status.ready and status.generating
 
 
-def _in_doubt(member: Member, desired: Desired) -> bool:
-    """Whether the replica is not proven to hold its committed weights."""
+def in_doubt(member: Member, desired: Desired) -> bool:
+    """Return whether the replica is not proven to hold its committed weights, or those of its launch."""
     return not member.sync_acked if member.sync_acked is not None else bool(_wrong_weights(member, desired))
 
 
 def holds_committed(member: Member, desired: Desired) -> bool:
     """Return whether the replica is proven to hold its newest committed weights."""
-    return desired.committed is not None and not _in_doubt(member, desired)
+    return desired.committed is not None and not in_doubt(member, desired)
 
 
 def needed_weights(state: CoordinatorState) -> frozenset[str]:

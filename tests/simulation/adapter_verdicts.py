@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from controlplane.machine.coordinator import CoordinatorState
 from controlplane.machine.fleet_view import FleetView
 from schemas.agent_status import AgentStatus
-from schemas.commands import AdapterDrop, AdapterSync, AdapterVersion
+from schemas.commands import AdapterDrop, AdapterSync, AdapterVersion, Drain
 from schemas.desired import Desired
 from schemas.events import Flush, Pause, Perform, Resume, SnapshotReceived
 from schemas.identity import Identity, Operation
@@ -36,8 +36,10 @@ def wanted(promises: Promises, place: Identity, seq: int) -> Versions:
     found: Versions = {}
     for at, published in promises.log.items():
         command = published.command
-        if at > seq or not isinstance(command, AdapterSync | AdapterDrop) or not promises.counts(at, place):
+        if at > seq or not isinstance(command, AdapterSync | AdapterDrop | Drain) or not promises.counts(at, place):
             continue
+        if isinstance(command, Drain):
+            break
         if isinstance(command, AdapterDrop):
             found.pop(command.name, None)
         elif command.phase == "commit":

@@ -71,11 +71,11 @@ GUARDS = {
         """if member is None or member.state != "live" or not is_primary(member) or _says_nothing(outcome.conclusion):
             continue
         acked = _carried_out(outcome.conclusion)
-        sync_acked""",
+        if acked""",
         """if member is None or not is_primary(member) or _says_nothing(outcome.conclusion):
             continue
         acked = _carried_out(outcome.conclusion)
-        sync_acked""",
+        if acked""",
         9314,
     ),
     "broadcast once": Guard(

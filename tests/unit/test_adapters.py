@@ -407,6 +407,15 @@ def test_an_agent_that_starts_again_says_before_its_snapshot_what_its_engine_lac
     assert (status_of(state).adapters_missing, status_of(state).adapters_left) == (("policy-v2",), ())
 
 
+def test_what_an_agent_had_not_decided_when_it_ended_does_not_count_for_its_position() -> None:
+    """It does not know yet that these are wanted, so that its silence about them would say that its engine has them."""
+    busy, _ = fold(agent(seen=holding(1), desired=wanting(1)), command(phase("prepare", 2), seq=1, at_ms=1))
+    before, _ = fold(busy, command(phase("load", 2), seq=2, at_ms=2), command(phase("commit", 2), seq=3, at_ms=3))
+    assert (before.seq, len(before.queue)) == (3, 2)
+    state, _ = fold(before, Started(at_ms=4, identity=before.identity, incarnation="b"))
+    assert (state.seq, status_of(state).queued, status_of(state).adapters_missing) == (1, 0, ())
+
+
 def test_a_version_that_something_else_has_loaded_stays_until_the_bus_is_heard() -> None:
     state, effects = fold(
         agent(seen=holding(1), desired=wanting(1)), EngineObserved(at_ms=1, observation=holding(1, 2))

@@ -343,6 +343,15 @@ def test_requests_go_to_replicas_that_serve_and_to_those_that_wait_in_a_sync_wit
     assert unfit(bus) == "quarantined since v2, until a later update includes it"
 
 
+def test_requests_go_to_no_replica_that_serves_what_was_never_committed_also_during_a_sync() -> None:
+    """The log lost its tail, and with it the sync that loaded this."""
+    bus = Coordinator("0.0", "1.0")
+    bus.status("0.0", replace(SERVING, version=7))
+    bus.status("1.0", replace(SERVING, version=0))
+    bus.sync(8)
+    assert unfit(bus).startswith("it is not proven to serve v0: ") and unfit(bus, 1) == ""
+
+
 def test_requests_go_to_no_replica_that_is_away_new_or_retired() -> None:
     bus = serving()
     bus.lose("1.0")

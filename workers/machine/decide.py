@@ -529,7 +529,7 @@ def _on_started(state: AgentState, event: events.Started, _: Effects) -> AgentSt
         incarnation=event.incarnation,
         settings=event.settings,
         epoch=state.epoch,
-        seq=state.seq,
+        seq=state.queue[0].seq - 1 if state.queue else state.seq,  # which `desired` goes up to
         engine=replace(unseen, memory=event.settings.memory, trouble=None),
         remembered=Remembered(state.desired, state.engine.instance) if state.joined else state.remembered,
         calls_made=state.calls_made,
