@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from schemas.commands import Command, Drain, EngineCommand, EpochStart, UnknownCommand, WeightSync
 from schemas.desired import Desired
-from schemas.identity import ROLLOUT, Identity
+from schemas.identity import ROLLOUT
 from tests.simulation import verdicts
 
 if TYPE_CHECKING:
@@ -68,14 +68,14 @@ class Wanted:
             self.syncing, self.loading = 0, False
             self.quarantined = 0 if self.quarantined == command.version else self.quarantined
 
-    def apply(self, command: Command | UnknownCommand, place: Identity) -> None:
-        """Follow a command for this place."""
+    def apply(self, command: Command | UnknownCommand, replica: int) -> None:
+        """Follow a command for this replica."""
         if isinstance(command, Drain):
             self.__init__("abort", self.asleep, version=self.version, leaves=True)  # type: ignore[misc]
         elif isinstance(command, EngineCommand) and not self.syncing:
             self.obey(command)
         elif isinstance(command, WeightSync) and command.version > self.version:
-            self.follow(command, place.replica)
+            self.follow(command, replica)
 
 
 def differs(bus: Bus) -> Iterator[str]:
@@ -92,7 +92,8 @@ def differs(bus: Bus) -> Iterator[str]:
             if isinstance(published.command, EpochStart):
                 wanted.lose_trainer()
             elif promises.counts(seq, place):
-                wanted.apply(published.command, place)
+                anew = seq <= promises.begun_anew.get(place.unit, 0)  # what left out its earlier self counts no more
+                wanted.apply(published.command, -1 if anew else place.replica)
         found = _read(desired)
         if wanted.quarantined and not found.quarantined:  # by a restart of the agent, as `verdicts.released` judges
             found.quarantined, found.syncing, found.loading = wanted.quarantined, wanted.syncing, wanted.loading
