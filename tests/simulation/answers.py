@@ -133,7 +133,8 @@ def _failed(
             late = activity is not None and event.at_ms >= activity.deadline_ms
             return "" if late else "its time is not over"
         case ErrorKind.WEIGHTS_ASLEEP if engine is not None and not serving.misled(process):
-            asleep = engine.asleep or before.engine.unknown or before.engine.asleep or before.desired.asleep
+            asleep = engine.asleep or before.engine.unknown or before.engine.asleep
+            asleep = asleep or before.desired.asleep or process.state.desired.asleep  # one event decides many commands
             return "" if asleep else "all its memory is awake"
         case ErrorKind.UNSUPPORTED if engine is not None and given.rule == 9:
             whole = not engine.temper.lacks and engine.memory == "agent"
