@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from controlplane.machine.coordinator import CoordinatorState
 from controlplane.machine.fleet_view import FleetView
 from schemas.agent_status import AgentStatus
-from schemas.commands import AdapterDrop, AdapterSync, AdapterVersion, Drain
+from schemas.commands import AdapterDrop, AdapterSync, AdapterVersion
 from schemas.desired import Desired
 from schemas.events import Flush, Pause, Perform, Resume, SnapshotReceived
 from schemas.identity import Identity, Operation
 from schemas.outcomes import Reason, Skipped
-from tests.simulation import serving, verdicts
+from tests.simulation import leaving, serving, verdicts
 from workers.machine.lora import left
 from workers.machine.readiness import is_ready
 
@@ -34,12 +34,11 @@ Versions = dict[str, tuple[AdapterVersion, ...]]
 def wanted(promises: Promises, place: Identity, seq: int) -> Versions:
     """What a replica should hold, by the log up to `seq`."""
     found: Versions = {}
+    seq = leaving.until(promises, place, seq)
     for at, published in promises.log.items():
         command = published.command
-        if at > seq or not isinstance(command, AdapterSync | AdapterDrop | Drain) or not promises.counts(at, place):
+        if at > seq or not isinstance(command, AdapterSync | AdapterDrop) or not promises.counts(at, place):
             continue
-        if isinstance(command, Drain):
-            break
         if isinstance(command, AdapterDrop):
             found.pop(command.name, None)
         elif command.phase == "commit":

@@ -131,7 +131,8 @@ def _failed(
             return "" if late else "nothing is overdue"
         case ErrorKind.ENGINE_TIMEOUT:
             late = activity is not None and event.at_ms >= activity.deadline_ms
-            return "" if late else "its time is not over"
+            relaunched = before.engine.instance != process.state.engine.instance  # so that nothing was pushed to it
+            return "" if late or relaunched else "its time is not over"
         case ErrorKind.WEIGHTS_ASLEEP if engine is not None and not serving.misled(process):
             asleep = engine.asleep or before.engine.unknown or before.engine.asleep
             asleep = asleep or before.desired.asleep or process.state.desired.asleep  # one event decides many commands

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from controlplane.machine.events import Retired
 from schemas.commands import Drain, Target
-from schemas.identity import ROLLOUT, agent_of
+from schemas.identity import ROLLOUT, Identity, agent_of
 
 if TYPE_CHECKING:
     from tests.simulation.agent import Process
@@ -52,6 +52,14 @@ def begins(promises: Promises, seq: int) -> None:
     for at, published in promises.log.items():
         if at != seq:
             published.may_lack |= names
+
+
+def until(promises: Promises, place: Identity, seq: int) -> int:
+    """The last command up to `seq` that changes what is wanted of a place: none after a drain does."""
+    drains = (
+        at for at, found in promises.log.items() if isinstance(found.command, Drain) and promises.counts(at, place)
+    )
+    return min((at for at in drains if at <= seq), default=seq)
 
 
 def has_begun(promises: Promises, process: Process, seq: int) -> bool | None:

@@ -1,4 +1,4 @@
-"""What is desired of a replica that syncs, read from the log without any code of `schemas.desired`."""
+"""What is desired of a replica, read from the log without any code of `schemas.desired`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from schemas.commands import Command, Drain, EngineCommand, EpochStart, UnknownCommand, WeightSync
 from schemas.desired import Desired
-from schemas.identity import ROLLOUT
+from schemas.identity import ROLLOUT, Identity
 from tests.simulation import verdicts
 
 if TYPE_CHECKING:
     from tests.simulation.bus import Bus
+    from tests.simulation.promises import Promises
 
 BOTH = frozenset({"weights", "kv_cache"})
 
@@ -81,24 +82,33 @@ class Wanted:
 def differs(bus: Bus) -> Iterator[str]:
     """Yield what the bus desires of its replicas and the log does not."""
     promises = bus.world.promises
+    joined = {bus.world.slot(name).identity.unit for name in promises.joined}
     for place in sorted(promises.identities.values(), key=lambda place: place.node_rank):
         desired = bus.state.desired.get(place.unit)
-        if place.role != ROLLOUT or place.node_rank or desired is None or not verdicts.syncs(place):
+        if place.role != ROLLOUT or place.node_rank or desired is None or place.unit not in joined:
             continue
-        wanted = Wanted()
-        for seq, published in promises.log.items():
-            if wanted.leaves:
-                break
-            if isinstance(published.command, EpochStart):
-                wanted.lose_trainer()
-            elif promises.counts(seq, place):
-                anew = seq <= promises.begun_anew.get(place.unit, 0)  # what left out its earlier self counts no more
-                wanted.apply(published.command, -1 if anew else place.replica)
-        found = _read(desired)
-        if wanted.quarantined and not found.quarantined:  # by a restart of the agent, as `verdicts.released` judges
-            found.quarantined, found.syncing, found.loading = wanted.quarantined, wanted.syncing, wanted.loading
+        wanted, found = _by_log(promises, place), _read(desired)
+        if wanted.quarantined and not 0 < found.quarantined <= wanted.quarantined:  # by a restart of the agent, as
+            found.quarantined = wanted.quarantined  # `verdicts.released` judges
+            found.syncing, found.loading = wanted.syncing, wanted.loading
         if found != wanted:
             yield f"of {place.agent} the bus desires {found}, the log {wanted}"
+
+
+def _by_log(promises: Promises, place: Identity) -> Wanted:
+    """One that never syncs begins with what is wanted of those that do, and goes on without their weights."""
+    wanted, begun, syncs = Wanted(), promises.begun_anew.get(place.unit, 0), verdicts.syncs(place)
+    for seq, published in promises.log.items():
+        if seq > begun and not syncs:
+            wanted = Wanted(wanted.paused, wanted.asleep, wanted.discard, leaves=wanted.leaves)
+        if wanted.leaves:
+            break
+        if isinstance(published.command, EpochStart):
+            wanted.lose_trainer()
+        elif promises.counts(seq, place) and (syncs or seq <= begun or not isinstance(published.command, WeightSync)):
+            # What left out its earlier self does not count once it has begun anew.
+            wanted.apply(published.command, place.replica if seq > begun else -1)
+    return wanted if syncs else Wanted(wanted.paused, wanted.asleep, wanted.discard, leaves=wanted.leaves)
 
 
 def _read(desired: Desired) -> Wanted:

@@ -317,7 +317,7 @@ class Promises:
     def newest(self, place: Identity, seq: int) -> str | None:
         """Return the source of the newest commit for this place up to `seq`."""
         newest: str | None = None
-        version = 0
+        version, seq = 0, leaving.until(self, place, seq)
         for at, published in self.log.items():
             command = published.command
             if at > seq or not isinstance(command, WeightSync) or command.phase != "commit" or command.source is None:
@@ -481,6 +481,7 @@ class Promises:
             for slot in self.world.slots:
                 if slot.identity.unit == identity.unit:
                     slot.ledger.version = 0
+                    self.joined.pop(slot.name, None)
         for other, place in others.items():  # those that are away have the shape of those that came
             self.identities[other] = replace(identity, node_rank=place.node_rank)
         self.identities[name] = identity

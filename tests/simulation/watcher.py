@@ -16,7 +16,7 @@ from controlplane.machine.permissions import Grant, refusal
 from controlplane.machine.provenance import Provenance, accepts
 from controlplane.machine.replicas import all_serve, not_ready_reasons
 from controlplane.machine.status import OPEN_MAX, WAITS_FOR_MAX, fleet_status
-from schemas.commands import WeightSync, durable_source
+from schemas.commands import AdapterSync, WeightSync, durable_source
 from schemas.errors import ConfigError
 from schemas.formatting import agent_order
 from schemas.identity import replica_and_node
@@ -350,11 +350,17 @@ def _made(
 def _adapted(bus: Bus, view: FleetView) -> Iterator[str]:
     """A sample that a replica made with an adapter, which it is listed for, is proven to be of that version."""
     for name, status in view.adapters.items():
+        commits = (found.command for found in bus.world.promises.log.values())
+        newest = max(
+            command.adapter.version
+            for command in commits
+            if isinstance(command, AdapterSync) and command.phase == "commit" and command.adapter.name == name
+        )
         for replica in status.replicas:
             (made,) = view.provenance(
                 {"model": status.model, "choices": [{}], "usage": {"completion_tokens": 5}}, replica=replica
             )
-            if (made.adapter, made.proof, made.tokens, made.staleness) != (name, "proven", 5, 0):
+            if (made.adapter, made.proof, made.tokens, made.staleness) != (name, "proven", 5, newest - status.version):
                 yield f"replica {replica} is listed for {status.model}, and its sample is {made}"
         if status.oldest != view.oldest_adapter(name) or not 0 < status.oldest <= status.version:
             yield f"the oldest version of {status.model} is {status.oldest}, or {view.oldest_adapter(name)}"
