@@ -284,7 +284,7 @@ def retire(state: CoordinatorState, agents: frozenset[str], ticket: int | None, 
     gone = {name: state.members[name] for name in sorted(agents, key=agent_order) if name in state.members}
     members = {name: member for name, member in state.members.items() if name not in gone}
     gone_units = {member.hello.identity.unit for member in gone.values()}
-    gone_units -= {member.hello.identity.unit for member in members.values()}
+    gone_units -= {member.hello.identity.unit for member in members.values() if member.joined}
     effects.append(events.Retired(ticket=ticket, agents=tuple(sorted(agents, key=agent_order))))
     for name, member in gone.items():
         if member.state in ALIVE:

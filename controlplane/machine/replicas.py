@@ -137,10 +137,10 @@ def _carried_out(conclusion: Conclusion) -> bool:
 
 def _runs_after(command: EngineCommand, conclusion: Conclusion, member: Member) -> bool:
     """Whether a resume or a wake that was carried out shows that the engine generates. It may have had to pause for
-    want of weights; and a wake resumes nothing whose resume had failed.
+    want of weights; and a wake that resumes nothing leaves it paused, as engines are while they sleep.
     """
     calls = conclusion.calls if isinstance(conclusion, Acted) else ()
-    if "resume" in calls or "pause" in calls:
+    if {"resume", "pause", "wake"}.intersection(calls):
         return "resume" in calls
     return command.operation == "resume" or _generates(member)
 

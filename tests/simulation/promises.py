@@ -270,11 +270,11 @@ class Promises:
             held = weights_of(event.desired.committed.source) if event.desired.committed is not None else None
             if not syncs and event.desired.sync is not None:
                 self.broken("P4 late joiner", f"the snapshot for {process.peer}, which never syncs, holds a sync")
-            if ledger.lost_epoch:  # sent before the log lost what it rests on
-                newest = held
+            if ledger.lost_epoch or identity.agent in self.retired:  # sent before the log lost what it rests on,
+                newest = held  # or before its place was retired
             if held != newest:
                 self.broken("P4 late joiner", f"the snapshot for {process.peer} says {held}, committed is {newest}")
-            if not ledger.lost_epoch:
+            if not ledger.lost_epoch and identity.agent not in self.retired:
                 profile = event.desired.profile
                 wanted = profile.step if profile is not None else None
                 self.judge("P4 late joiner", verdicts.session(self, identity, event.seq, wanted))

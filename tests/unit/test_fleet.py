@@ -222,6 +222,18 @@ def test_a_retired_place_is_named_no_more_and_told_to_give_up(places: tuple[str,
     assert bus.sent == [(f"{min(retired)}/b", rejoin)], "in every later life too"
 
 
+def test_a_replica_is_forgotten_with_its_last_agent_also_while_another_one_only_says_hello() -> None:
+    """It was told to pause. It begins anew, and that command was not for all."""
+    bus = Coordinator("0.0", "0.1", "1.0")
+    bus.issue(PAUSE, target=Target(replicas=frozenset({0})))
+    for place in ("0.0", "0.1"):
+        bus.lose(place)
+        bus.retire(place)
+        bus.hello("0.0", "b", rejoin=True)
+    bus.join("0.0", "b")
+    assert bus.snapshot.generation == "running"
+
+
 def test_a_running_agent_and_an_unknown_place_cannot_be_retired() -> None:
     bus = Coordinator("0.0", "1.0", "1.1")
     bus.lose("1.0")

@@ -278,6 +278,17 @@ def test_a_wake_that_found_all_memory_awake_says_nothing_of_a_resume_that_failed
         bus.status("0.0", replace(SERVING, version=1, generating=False), seq=bus.state.seq)
 
 
+def test_a_wake_that_resumes_nothing_shows_no_replica_that_serves() -> None:
+    """Its agent keeps it paused, since it can't know which weights it holds; an abort that finds it so is carried out."""
+    bus = serving()
+    bus.issue(EngineCommand(operation="sleep"))
+    bus.answer(a0_0=DONE, a1_0=DONE)
+    for conclusion in (Acted(calls=("wake",)), Skipped(Reason.ALREADY)):
+        bus.issue(EngineCommand(operation="wake"))
+        bus.answer(a0_0=conclusion, a1_0=Acted(calls=("wake", "resume")))
+        assert proven_replicas(bus.state).serving == {1: 1}
+
+
 def test_a_wake_that_only_paused_an_engine_shows_no_replica_that_serves() -> None:
     """Its engine holds weights of another run, and nothing leads back to those of its launch."""
     bus = serving()
