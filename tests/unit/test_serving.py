@@ -279,7 +279,7 @@ def test_a_wake_that_found_all_memory_awake_says_nothing_of_a_resume_that_failed
 
 
 def test_a_wake_that_resumes_nothing_shows_no_replica_that_serves() -> None:
-    """Its agent keeps it paused, since it can't know which weights it holds; an abort that finds it so is carried out."""
+    """Its agent keeps it paused, since it can't know which weights it holds."""
     bus = serving()
     bus.issue(EngineCommand(operation="sleep"))
     bus.answer(a0_0=DONE, a1_0=DONE)
