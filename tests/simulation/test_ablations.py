@@ -326,15 +326,15 @@ ABLATIONS = {
     # What was lost is never asked for, and what comes after it is applied without it.
     "hole check": Ablation(Mechanisms(agent=without_hole_check), "P2 no hole"),
     # An agent that starts again has forgotten which calls it made.
-    "journal": Ablation(Mechanisms(journal=False), "P5 one effect", first=2),
+    "journal": Ablation(Mechanisms(journal=False), "P5 one effect", first=3),
     # A trainer that was replaced and does not know it is still obeyed.
     "fence": Ablation(Mechanisms(agent=without_fence), "P6 fencing", first=8),
     # The records of earlier lives, replayed by the living bus, are refused as old.
-    "split of the epochs": Ablation(Mechanisms(agent=with_one_epoch), "P6 fencing", first=24),
+    "split of the epochs": Ablation(Mechanisms(agent=with_one_epoch), "P6 fencing", first=52),
     # A report has no line for an agent that is away when the command is issued, and nothing to raise for.
     "absent agents": Ablation(Mechanisms(bus=without(without_absent)), "P3 answer"),
     # A replica that is out of reach serves the old version, and the sync of the others is a success.
-    "unproven replicas": Ablation(Mechanisms(bus=without(without_unproven)), "P11 true", first=1),
+    "unproven replicas": Ablation(Mechanisms(bus=without(without_unproven)), "P11 true", first=2),
     # An agent that is ahead of a log that lost its tail waits for what will never come.
     "position per epoch": Ablation(Mechanisms(agent=without_history), "convergence", first=48),
     # What a trainer paused stays paused when it is gone.
@@ -346,9 +346,9 @@ ABLATIONS = {
     # A judge that comes back to the next trainer is taken for a replica that syncs, and waits for a commit for ever.
     "who left": Ablation(Mechanisms(bus=forgetting_who_left), "P4 late joiner", first=64),
     # An agent comes back at a place that was taken out of the run for good.
-    "retired places": Ablation(Mechanisms(bus=forgetting_the_retired), "P3 answer", first=2),
+    "retired places": Ablation(Mechanisms(bus=forgetting_the_retired), "P3 answer", first=1),
     # Every report goes on to name a place that was retired, as absent.
-    "retired members": Ablation(Mechanisms(bus=naming_the_retired), "P3 answer", first=11),
+    "retired members": Ablation(Mechanisms(bus=naming_the_retired), "P3 answer", first=18),
     # A replica out of reach serves what is not committed any more, though it was told to pause.
     "pause on a lost bus": Ablation(Mechanisms(agent=serving_without_a_bus), "I1 no torn serving", first=10),
     # It pauses, and resumes before a bus has said what is committed.
@@ -360,17 +360,17 @@ ABLATIONS = {
     # Engines load other bytes than they were told to, and report success.
     "digests compared": Ablation(Mechanisms(bus=comparing_nothing), "I2 proof", first=245),
     # A push that did not arrive counts as a load.
-    "a label proves": Ablation(Mechanisms(label_proves=False), "I2 proof", first=112),
+    "a label proves": Ablation(Mechanisms(label_proves=False), "I2 proof", first=21),
     # An agent without its journal takes its engine's label for the weights that an aborted sync had under that version.
     "one version for the same weights": Ablation(Mechanisms(bus=forgetting_what_was_loaded), "I4 monotonic", first=2),
     # A trainer begins a sync, and forgets it: the engines stay paused.
-    "a held commit expires": Ablation(Mechanisms(bus=holding_for_ever), "convergence", first=124),
+    "a held commit expires": Ablation(Mechanisms(bus=holding_for_ever), "convergence", first=21),
     # A sender returned, and some weights have not arrived: the engines wait for as long as for a whole load.
-    "a sender that returned": Ablation(Mechanisms(bus=trusting_the_sender), "P3 answer", first=136),
+    "a sender that returned": Ablation(Mechanisms(bus=trusting_the_sender), "P11 true", first=31),
     # Nodes of one replica disagree on its mode, and commands mean one thing to one and another to the other.
     "one shape": Ablation(Mechanisms(bus=of_any_shape), "P4 late joiner", first=3),
     # An agent is given a new key, and leaves the sync that it has prepared.
-    "a new key waits": Ablation(Mechanisms(keys_wait=False), "P3 answer", first=4),
+    "a new key waits": Ablation(Mechanisms(keys_wait=False), "P3 answer", first=3),
     # An engine can't be read, so it shows no operation: its session is closed as one that it can't have.
     "an engine that can't be read": Ablation(Mechanisms(agent=planning_unread), "I7 sessions stay open", first=64),
     # An agent that started again said hello twice, and stays in the quarantine that its restart was to end.
