@@ -73,7 +73,7 @@ RARE = frozenset(
     {
         *("memory", "on_lost_bus", "wedged_after", "serve", "seed", "dist_init", "launch_log", "up_within"),
         *("worker_url", "finish_hook", "print_config", "dump_stacks", "metrics_port", "mode", "traces"),
-        *("api_key_file", "profiler", "digests", "faults"),
+        *("api_key_file", "profiler", "digests", "faults", "drain"),
     }
 )
 
