@@ -73,7 +73,7 @@ RARE = frozenset(
     {
         *("memory", "on_lost_bus", "wedged_after", "serve", "seed", "dist_init", "launch_log", "up_within"),
         *("worker_url", "finish_hook", "print_config", "dump_stacks", "metrics_port", "mode", "traces"),
-        *("api_key_file", "profiler", "digests", "faults"),
+        *("api_key_file", "profiler", "digests", "faults", "drain"),
     }
 )
 
@@ -416,8 +416,8 @@ def _launched(
 def _endpoint(options: dict[str, Any], bus: str) -> str:
     """What clients elsewhere are told: not the address of this machine to itself."""
     url = options["worker_url"] or options["url"] or ""
-    if not url or options["node_rank"]:
-        return ""
+    if not url.startswith(("http://", "https://")) or options["node_rank"]:
+        return ""  # a backend of the user's own may take any URL
     from workers.engines.http import base_url
 
     here = stays_here(f"tcp://{urlsplit(base_url(url)).netloc}") and not stays_here(bus)

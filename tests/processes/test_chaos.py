@@ -115,6 +115,7 @@ def test_a_fleet_lives_through_a_game_day(fleet: Callable[..., StagingFleet], tm
             wait_until(serves(plane, sync.version, sync.quarantined))
         said = "game day: 0.0, 1.0 inject faults on purpose, 9 so far"
         wait_until(lambda: said in str(plane.status()))  # heartbeats count them
+        wait_until(lambda: all(line.status is not None and line.status.ready for line in plane.status().agents))
     verdict = staging.judge(tmp_path / "run.db")
     report = collect(RunLog.walk(tmp_path / "run.db"))
     assert sorted(fault.name for fault in report.faults) == sorted(NAMES)

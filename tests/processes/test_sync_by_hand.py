@@ -83,7 +83,7 @@ def test_the_fleet_is_brought_to_a_checkpoint_by_hand(tmp_path: Path) -> None:
     assert "all are the same" in str(replay_log(RunLog.read(log)))
     shown = typed("log", "show", log).stdout
     assert "asked by an operator for a sync to the next version from first" in shown
-    assert "asked for a sync to the next version from first" in shown
+    assert "asked for a sync to v10 from first" in shown
 
 
 def test_an_adapter_is_synced_shown_and_dropped_by_hand(tmp_path: Path) -> None:

@@ -46,7 +46,6 @@ SETTINGS = CoordinatorSettings(
 )
 
 LACKING = ({Operation.PROFILE}, {Operation.SLEEP, Operation.WAKE}, {Operation.LOAD}, {Operation.PAUSE})
-
 DOUBLE_FORGOTTEN_MS = 12_000
 """How long a second process of a place may count as alive after its end, at most."""
 

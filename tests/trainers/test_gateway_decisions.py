@@ -146,7 +146,7 @@ class Plane:
     def view(self) -> Any:
         joined = {f"{replica}.0": SimpleNamespace(joined=True) for replica in range(3)}
         return SimpleNamespace(
-            state=SimpleNamespace(members=joined, retired=frozenset(), adapters={}, syncs={}, run="run"),
+            state=SimpleNamespace(members=joined, retired={}, adapters={}, syncs={}, run="run"),
             has_committed=self.has_committed,
         )
 

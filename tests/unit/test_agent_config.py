@@ -30,7 +30,7 @@ EVERY = [
         "pause",
     ),
     *("--metrics-port", "9100", "--memory", "trainer", "--wedged-after", "9", "--dump-stacks", "--digests", "always"),
-    *("--drain", "60", "--rejoin"),
+    *("--drain", "60", "--rejoin", "--faults", __file__),
     "--observe",
     *("--launch", "--", "python", "-m", "a b"),
 ]

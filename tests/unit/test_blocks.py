@@ -24,6 +24,7 @@ RUN_BY: Final = {
     "docs/backends.md": "tests/unit/test_conformance.py",
     "docs/embedding.md": "tests/processes/test_pages.py",
     "docs/engines.md": "tests/processes/test_pages.py",
+    "docs/gamedays.md": "tests/processes/test_chaos.py",
     "docs/keys.md": "tests/processes/test_two_machines.py",
     "docs/metrics.md": "tests/unit/test_metrics.py",
     "docs/observe.md": HERE,
@@ -62,7 +63,7 @@ def test_each_command_of_the_pages_exists_with_its_options(tmp_path: Path, monke
     """Also those that can't run here: they are read by the command line, and not carried out."""
     monkeypatch.chdir(tmp_path)
     Path("run").mkdir()
-    for file in ("run.db", "run/run.db", "trainer.yaml", "profile.yaml"):
+    for file in ("run.db", "run/run.db", "trainer.yaml", "profile.yaml", "plan.toml"):
         Path(file).touch()
     Path("agent.toml").write_text('bus = "tcp://trainer:5555"\nreplica = 0\nengine = "tiny"\n')
     ran(["keys", "new", "me", "--role", "operator"])

@@ -166,9 +166,9 @@ def test_what_waits_for_agents_does_not_wait_for_one_that_drains() -> None:
 
 def test_checkpoints_are_not_kept_for_a_replica_that_drains() -> None:
     bus = fleet()
-    bus.sync(1, path="old")
+    bus.sync(1, target=Target(replicas=frozenset({1})), path="old")
     for _ in range(3):
-        bus.answer(bus.state.seq, a0_0=DONE, a1_0=DONE, a2_0=DONE)
+        bus.answer(bus.state.seq, a0_0=NOT_TARGETED, a1_0=DONE, a2_0=NOT_TARGETED)
     bus.sync(2, target=Target(replicas=frozenset({0, 2})), path="new")
     for _ in range(3):
         bus.answer(bus.state.seq, a0_0=DONE, a1_0=NOT_TARGETED, a2_0=DONE)

@@ -296,6 +296,8 @@ TABLE: list[tuple[KeyRole, tuple[str, ...], type, str | None, str]] = [
     ("agent", (), wire.CommandOutcome, "0.0", ""),
     ("agent", (), wire.ResendRequest, "0.0", ""),
     ("agent", (), wire.DecisionBatch, "0.0", ""),
+    ("agent", (), wire.Leave, "0.0", ""),
+    ("agent", ("0",), wire.Leave, "1.0", "may not be agent"),
     ("agent", (), wire.Goodbye, "0.0", ""),
     ("agent", (), wire.Submit, None, PUBLISHES),
     ("agent", (), wire.StatusRequest, None, READS),

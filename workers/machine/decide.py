@@ -50,7 +50,7 @@ from workers.machine.observe import (
 from workers.machine.progress import apply_time, with_progress
 from workers.machine.readiness import out_of_service
 from workers.machine.reconcile import HARMLESS, NOT_REPEATED, needs_place, own_calls, reconcile, unloads_now
-from workers.machine.rules import SUPERSEDED, is_targeted, must_wait
+from workers.machine.rules import SUPERSEDED, is_targeted
 from workers.machine.state import (
     NOTHING_SUPPRESSED,
     Activity,
@@ -118,7 +118,7 @@ def decide(state: AgentState, event: events.Event) -> tuple[AgentState, tuple[ev
 
 
 def _on_command(state: AgentState, event: events.CommandReceived, effects: Effects) -> AgentState:
-    if rules.is_next(state, event) and not _waits(state, event, event.at_ms):
+    if rules.is_next(state, event) and not rules.waits(state, event, event.at_ms):
         after = _decide_command(state, event, event.seq, event.at_ms, effects)
         unchanged = after.desired is state.desired and after.suppressed is state.suppressed
         if unchanged and not state.reconcile_blocked:
@@ -126,14 +126,6 @@ def _on_command(state: AgentState, event: events.CommandReceived, effects: Effec
         return _proceed(after, event.at_ms, effects)
     after = _take_in(state, event, effects)
     return _proceed(after, event.at_ms, effects) if after.seq != state.seq else after
-
-
-def _waits(state: AgentState, event: events.CommandReceived, now_ms: int) -> bool:
-    """Whether a command is not decided yet, though the engine is free."""
-    if state.engine.tokenizer == "unknown" and must_wait(state, event, now_ms):
-        return True
-    until_ms = rules.place_until(state, event)
-    return until_ms is not None and now_ms < until_ms
 
 
 def _take_in(state: AgentState, event: events.CommandReceived, effects: Effects) -> AgentState:
@@ -266,7 +258,7 @@ def _proceed(state: AgentState, now_ms: int, effects: Effects) -> AgentState:
         if state.activity is not None and not state.activity.overdue:
             return state
         event = state.queue[0]
-        if _waits(state, event, now_ms):
+        if rules.waits(state, event, now_ms):
             state, calls = unloads_now(state, now_ms, awaited=True)
             return _begin(state, calls, now_ms, effects)
         state = _decide_command(replace(state, queue=state.queue[1:]), event, state.seq, now_ms, effects)

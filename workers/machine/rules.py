@@ -268,3 +268,11 @@ def _awaits_launch(state: AgentState, event: CommandReceived) -> bool:
     if state.engine.tokenizer != "unknown" or state.identity.node_rank > 0 or not_for_this_agent(state, event):
         return False
     return not (is_disk_command(event.command) or needs_no_engine(event.command, state.engine, state.identity))
+
+
+def waits(state: AgentState, event: CommandReceived, now_ms: int) -> bool:
+    """Return whether a command is not decided yet, though the engine is free."""
+    if state.engine.tokenizer == "unknown" and must_wait(state, event, now_ms):
+        return True
+    until_ms = place_until(state, event)
+    return until_ms is not None and now_ms < until_ms

@@ -428,7 +428,7 @@ class Dealer(_Dialled):
     """As `agent_dealer`, without keys."""
 
     def __init__(self, context: Host, address: str, keys: None = None, *, watched: bool = True, probe: bool = False):
-        self._watched, self._probe = watched, probe
+        self.watched, self._probe = watched, probe
         super().__init__(context, address)
 
     def opened(self, conn: _Conn) -> None:
@@ -451,7 +451,7 @@ class Dealer(_Dialled):
     async def refusal(self) -> None:
         """Return when the connection is open."""
         self._check()
-        while self._watched and self.conn is None:
+        while self.watched and self.conn is None:
             await self._wait()
             self._check()
 
