@@ -356,9 +356,9 @@ ABLATIONS = {
     # The trainer releases memory for its own work, and the agent wakes it.
     "memory of the trainer": Ablation(Mechanisms(agent=sharing_memory), "P5 one effect", first=28),
     # The trainer pushed weights, and the sync was aborted: the engine goes on with what nobody committed.
-    "weights read again": Ablation(Mechanisms(agent=believing_unread), "I1 no torn serving", first=215),
+    "weights read again": Ablation(Mechanisms(agent=believing_unread), "I1 no torn serving", first=380),
     # Engines load other bytes than they were told to, and report success.
-    "digests compared": Ablation(Mechanisms(bus=comparing_nothing), "I2 proof", first=245),
+    "digests compared": Ablation(Mechanisms(bus=comparing_nothing), "I2 proof", first=1493),
     # A push that did not arrive counts as a load.
     "a label proves": Ablation(Mechanisms(label_proves=False), "I2 proof", first=21),
     # An agent without its journal takes its engine's label for the weights that an aborted sync had under that version.
@@ -378,9 +378,9 @@ ABLATIONS = {
     # An agent reaches one of two ports, joins nothing, and counts on a bus whose commands can't reach it.
     "a lease of members": Ablation(Mechanisms(lease_of_members=False), "P7 trainer first", first=24),
     # An agent that is cut off brings its engine back to what it remembers, and its successor to what is committed.
-    "one commander": Ablation(Mechanisms(agent=undoing_others, adapters=False), "P6 fencing", first=130),
+    "one commander": Ablation(Mechanisms(agent=undoing_others, adapters=False), "P6 fencing", first=961),
     # An agent without its journal finds an engine paused that was given other weights, and lets it go on.
-    "a cache that is found": Ablation(Mechanisms(agent=trusting_what_it_finds), "I1 no torn serving", first=71),
+    "a cache that is found": Ablation(Mechanisms(agent=trusting_what_it_finds), "I1 no torn serving", first=699),
     # An engine that an agent without its journal has found paused, and that does not say so, stays paused.
     "silence that is told": Ablation(Mechanisms(agent=taking_silence_for_yes), "P4 late joiner", first=395),
     # An engine evicts an adapter, and its replica goes on to be listed for it.
@@ -401,7 +401,7 @@ ABLATIONS = {
     "control dialled anew": Ablation(Mechanisms(redial_control=False), "convergence", first=39),
     # A half-open subscription: commands come only while they are retransmitted, and nothing shows that the last one was
     # lost.
-    "subscription dialled anew": Ablation(Mechanisms(redial_subscription=False), "convergence", first=97),
+    "subscription dialled anew": Ablation(Mechanisms(redial_subscription=False), "convergence", first=101),
 }
 
 

@@ -82,13 +82,13 @@ GUARDS = {
         "workers/machine/reconcile.py",
         "source = wanted.source if load_commanded else durable_source(wanted.source)",
         "source = wanted.source",
-        35,
+        39,
     ),
     "same snapshot": Guard(
         "workers/machine/decide.py",
         "event.epoch == state.snapshot_epoch and event.seq < state.seq",
         "event.epoch == state.snapshot_epoch and event.seq <= state.seq",
-        157,
+        79,
     ),
     "agents end first": Guard(
         "controlplane/machine/publishing.py",
@@ -106,13 +106,13 @@ GUARDS = {
         "workers/machine/observe.py",
         "return replace(_torn(engine), stale_cache=True)",
         "return replace(engine, stale_cache=True)",
-        208,
+        24,
     ),
     "stale adapters": Guard(
         "workers/machine/observe.py",
         "return replace(_torn(engine), stale_adapters=frozenset(engine.adapters))",
         "return _torn(engine)",
-        212,
+        47,
     ),
     "drained": Guard(
         "workers/machine/lora.py",
@@ -130,13 +130,13 @@ GUARDS = {
         "workers/machine/lora.py",
         "leftover, activity = left(_pursued(state), state.engine), state.activity",
         "leftover, activity = left(_pursued(state), state.engine), None",
-        191,
+        65,
     ),
     "a place that is free again": Guard(
         "workers/machine/lora.py",
         "return engine.adapter_places is not None and has_place(engine) and not has_place(before)",
         "return False",
-        151,
+        177,
     ),
     "a sync waits for a place": Guard(
         "workers/machine/rules.py",
