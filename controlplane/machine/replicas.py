@@ -101,6 +101,7 @@ def note_outcomes(state: CoordinatorState, command: Command, outcomes: Iterable[
         sync_acked = member.sync_acked
         if isinstance(command, WeightSync):
             sync_acked = acked and not _in_quarantine_after(command, member, _desired(state, member))
+            sync_acked = sync_acked and not _stays_torn(command, outcome.conclusion, member)
         changed[outcome.agent] = replace(member, command_acked=acked, sync_acked=sync_acked)
     return replace(state, members={**state.members, **changed}) if changed else state
 
@@ -156,6 +157,13 @@ def _in_quarantine_after(command: WeightSync, member: Member, desired: Desired) 
     status = member.status
     earlier = status is not None and status.quarantined not in (0, command.version)
     return command.phase == "abort" and (earlier or member.sync_acked is False)
+
+
+def _stays_torn(command: WeightSync, conclusion: Conclusion, member: Member) -> bool:
+    """Whether an abort left weights as they were that are torn. The next heartbeat may say otherwise."""
+    calls = conclusion.calls if isinstance(conclusion, Acted) else ()
+    torn = command.phase == "abort" and member.status is not None and member.status.torn
+    return torn and not {"load", "restore"}.intersection(calls)
 
 
 def quarantined_replicas(state: CoordinatorState) -> frozenset[int]:

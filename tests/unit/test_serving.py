@@ -289,6 +289,17 @@ def test_a_wake_that_resumes_nothing_shows_no_replica_that_serves() -> None:
         assert proven_replicas(bus.state).serving == {1: 1}
 
 
+def test_an_abort_that_leaves_torn_weights_as_they_are_shows_no_replica_that_serves() -> None:
+    bus = serving()
+    bus.status("0.0", replace(SERVING, version=1, ready=False, generating=False, torn=True))
+    bus.sync(2)
+    bus.answer(a0_0=NO, a1_0=NO, a0_1=NOT_PRIMARY, actor_0=NOT_PRIMARY)
+    bus.answer(a0_0=Skipped(Reason.ALREADY), a1_0=DONE, a0_1=NOT_PRIMARY, actor_0=NOT_PRIMARY)
+    bus.issue(RESUME)
+    bus.answer(a0_0=Skipped(Reason.ALREADY), a1_0=DONE)
+    assert proven_replicas(bus.state).serving == {1: 1}
+
+
 def test_a_wake_that_only_paused_an_engine_shows_no_replica_that_serves() -> None:
     """Its engine holds weights of another run, and nothing leads back to those of its launch."""
     bus = serving()
