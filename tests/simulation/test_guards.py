@@ -166,13 +166,13 @@ GUARDS = {
         "controlplane/machine/provenance.py",
         "held = bool(holders) if replica is None else _is_in(holders, replica)",
         "held = True",
-        211,
+        4,
     ),
     "samples of an aborted sync": Guard(
         "controlplane/machine/provenance.py",
         'return "unproven" if open_ else "aborted"',
         'return "proven"',
-        138,
+        26,
     ),
     "ready with adapters": Guard(
         "workers/machine/readiness.py",
