@@ -30,7 +30,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from schemas import events
-from schemas.commands import EngineCommand, EpochStart, ProfileCommand, WeightSync
+from schemas.commands import Drain, EngineCommand, EpochStart, ProfileCommand, WeightSync
 from schemas.desired import Desired, desired_after, orphaned
 from schemas.identity import OBSERVED
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome
@@ -286,9 +286,9 @@ def _begin(state: AgentState, calls: tuple[events.Call, ...], now_ms: int, effec
 
 
 def _ends_wait(state: AgentState, event: events.CommandReceived) -> bool:
-    """Whether a command ends the load phase that a wait belongs to."""
+    """Whether a command ends the load phase that a wait belongs to, or takes the replica out of it."""
     command = event.command
-    return isinstance(command, EpochStart) or (isinstance(command, WeightSync) and is_targeted(state, event))
+    return isinstance(command, EpochStart) or (isinstance(command, WeightSync | Drain) and is_targeted(state, event))
 
 
 def _recognize_pushed(state: AgentState) -> AgentState:
