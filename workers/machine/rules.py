@@ -15,7 +15,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from schemas.commands import AdapterSync, EngineCommand, EpochStart, ProfileCommand, UnknownCommand, WeightSync
+from schemas.commands import AdapterSync, Drain, EngineCommand, EpochStart, ProfileCommand, UnknownCommand, WeightSync
 from schemas.events import Answer, CommandReceived, Effect, HeadSeen, RequestResend, RequestSnapshot
 from schemas.identity import OBSERVED, ROLLOUT, Operation
 from schemas.outcomes import ErrorKind, Failed, Outcome, Reason, Skipped
@@ -241,6 +241,13 @@ def is_targeted(state: AgentState, event: CommandReceived) -> bool:
     if state.desired.draining:
         return False
     return event.target.replicas is None or event.target.includes(state.identity)
+
+
+def is_leaving(state: AgentState) -> bool:
+    """Whether the replica was told to leave the fleet, perhaps by a command that still waits for the call in flight."""
+    if state.desired.draining:
+        return True
+    return any(isinstance(queued.command, Drain) and is_targeted(state, queued) for queued in state.queue)
 
 
 def must_wait(state: AgentState, event: CommandReceived, now_ms: int) -> bool:
