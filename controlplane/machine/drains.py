@@ -67,7 +67,13 @@ def released(state: CoordinatorState, target: Target) -> CoordinatorState:
 
 
 def _without(sync: Sync, leaving: frozenset[int]) -> Sync:
-    return replace(sync, members=sync.members - leaving, lost=sync.lost - leaving, shrunk=True)
+    return replace(
+        sync,
+        members=sync.members - leaving,
+        lost=sync.lost - leaving,
+        differing=sync.differing - leaving,
+        shrunk=True,
+    )
 
 
 def retire_drained(state: CoordinatorState, ended: OpenCommand, effects: Effects) -> CoordinatorState:
