@@ -467,7 +467,8 @@ def _on_snapshot(state: AgentState, event: events.SnapshotReceived, effects: Eff
     for queued in state.queue:
         state = _answer(state, queued, SUPERSEDED, effects, rule=2)
     activity = state.activity
-    if activity is not None:
+    drains_on = event.desired.draining and state.idle_at_ms is not None  # its requests have the rest of their time
+    if activity is not None and not drains_on:
         waited = state.awaits_push or state.idle_at_ms is not None
         if activity.trigger is not None and not activity.overdue:
             state = _answer(state, activity.trigger, SUPERSEDED, effects, rule=2)
