@@ -1,8 +1,8 @@
 """Replicas that leave the fleet in good order: a drain, from its command to the retirement of its replicas. Pure.
 
 From the moment at which the drain is published its replicas are not served, and no command waits for them or names
-them: neither those that follow, nor those that are open. They are retired once all of them have answered the drain, or
-are lost, or its time is over. An agent that hears of that ends.
+them: neither those that follow, nor those that are open. They are retired once every agent of the fleet has answered the
+drain or is lost, or its time is over. An agent that hears of that ends.
 """
 
 from msgspec.structs import replace
@@ -77,10 +77,12 @@ def _without(sync: Sync, leaving: frozenset[int]) -> Sync:
 
 
 def retire_drained(state: CoordinatorState, ended: OpenCommand, effects: Effects) -> CoordinatorState:
-    """Retire the replicas of a drain that has ended, and tell their agents."""
-    target = ended.record.envelope.target
-    names = frozenset(name for name, member in state.members.items() if target.includes(member.hello.identity))
-    return retire(state, names, None, effects)
+    """Retire the replicas of a drain that has ended, and tell their agents. Those that were retired by hand meanwhile
+    may have been taken up again.
+    """
+    leaving = (ended.record.envelope.target.replicas or frozenset()) & state.draining
+    names = frozenset(name for name, member in state.members.items() if member.hello.identity.unit in leaving)
+    return retire(state, names, None, effects) if names else state
 
 
 def _known(state: CoordinatorState) -> frozenset[int]:
