@@ -1,8 +1,8 @@
 """Replicas that leave the fleet in good order: a drain, from its command to the retirement of its replicas. Pure.
 
 From the moment at which the drain is published its replicas are not served, and no command waits for them or names
-them: neither those that follow, nor those that are open. They are retired once every agent of the fleet has answered the
-drain or is lost, or its time is over. An agent that hears of that ends.
+them: neither those that follow, nor those that are open. They are retired once every agent of the fleet has answered
+the drain or is lost, or its time is over. An agent that hears of that ends.
 """
 
 from msgspec.structs import replace
@@ -34,7 +34,7 @@ def refused_drain(state: CoordinatorState, command: Command, target: Target) -> 
     if unknown := target.replicas - _known(state):
         return f"this run has no {format_replicas(unknown)}. Nothing was drained"
     leaving = target.replicas & state.draining
-    return f"{format_replicas(leaving)} leaves the fleet already. Nothing else was drained" if leaving else ""
+    return f"already leaving the fleet: {format_replicas(leaving)}. Nothing was drained" if leaving else ""
 
 
 def on_leave_requested(state: CoordinatorState, event: events.LeaveRequested, effects: Effects) -> CoordinatorState:

@@ -144,7 +144,7 @@ def test_an_agent_that_is_asked_to_end_drains_its_replica_once() -> None:
     [
         (Target(), "a drain names the replicas that leave. Nothing was drained"),
         (Target(replicas=frozenset({0, 7})), "this run has no replica 7. Nothing was drained"),
-        (Target(replicas=frozenset({1})), "replica 1 leaves the fleet already. Nothing else was drained"),
+        (Target(replicas=frozenset({1})), "already leaving the fleet: replica 1. Nothing was drained"),
     ],
 )
 def test_a_drain_is_refused_that_names_no_replica_or_one_that_is_not_there(target: Target, why: str) -> None:
