@@ -101,18 +101,18 @@ class EngineCommands(ABC):
         return self.publish(EngineCommand(operation="abort"), replicas, timeout)
 
     def drain(self, *replicas: int, grace: float = 30.0) -> Ticket[Report]:
-        """Take replicas out of the fleet in good order, and retire them: their agents end, and servers that those have
-        launched.
+        """Take replicas out of the fleet in good order, and retire them: their agents end, and so do the servers that
+        these launched.
 
-        At once `serving` and routers leave them out, and no sync waits for them or names them, also one that is open.
-        An engine that says how many requests it runs is awaited until there are none.
+        From now on `serving` and routers leave them out, and no sync waits for them or names them, not even an open
+        one. If an engine says how many requests it runs, the drain waits until there are none.
 
         Args:
             replicas: By index.
             grace: Seconds that running requests may go on. Those that are left are aborted.
 
         Raises:
-            CommandError: From the ticket. The run has no such replica, or it leaves already; nothing was drained.
+            CommandError: From the ticket. The run has no such replica, or it is leaving already; nothing was drained.
         """
         command = Drain(grace_ms=milliseconds(grace) if grace else 0)
         return self.bus.publish(command, target_of(replicas), command.timeout_ms)

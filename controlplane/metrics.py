@@ -57,7 +57,7 @@ READ: Final[Table] = {
     "rolloutctl_agents": ("Agents that the run knows.", ("role", "state")),
     "rolloutctl_replicas_known": ("Replicas that weight syncs are for.", ()),
     "rolloutctl_replicas_serving": ("Those that are proven to serve.", ()),
-    "rolloutctl_replicas_draining": ("Those that leave the fleet, and count as none of the others.", ()),
+    "rolloutctl_replicas_draining": ("Those that are leaving the fleet; the other counts leave them out.", ()),
     "rolloutctl_replicas_unproven": ("Those that are not proven to hold their committed weights.", ()),
     "rolloutctl_replica_serving": ("1 if the replica is proven to serve.", ("replica",)),
     "rolloutctl_replica_version": ("Version that the replica holds, as last reported or proven.", ("replica",)),

@@ -19,6 +19,7 @@ from schemas.errors import ConfigError
 from schemas.identity import GPUS_PER_NODE_MAX, NODES_MAX, REPLICAS_MAX, Identity, RolloutMode
 from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig, read_config
+from schemas.transport.addresses import is_file
 from schemas.transport.sockets import stays_here
 from workers.agent import Agent
 from workers.engine import Engine, EngineView
@@ -420,7 +421,8 @@ def _endpoint(options: dict[str, Any], bus: str) -> str:
         return ""  # a backend of the user's own may take any URL
     from workers.engines.http import base_url
 
-    here = stays_here(f"tcp://{urlsplit(base_url(url)).netloc}") and not stays_here(bus)
+    elsewhere = is_file(bus) or not stays_here(bus)  # a bus that is found by a file may move
+    here = elsewhere and stays_here(f"tcp://{urlsplit(base_url(url)).hostname}:0")
     return "" if here and not options["worker_url"] else base_url(url)
 
 

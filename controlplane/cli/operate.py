@@ -189,7 +189,8 @@ def _print_fleet(fleet: FleetStatus) -> None:
 )
 @click.argument("replicas", metavar="N,N-N…", callback=read_numbers)
 def drain(bus: str, keys: KeySource | None, as_json: bool, grace: float, replicas: frozenset[int]) -> None:
-    """Take replicas out of the fleet in good order, and retire them: their agents end, and the servers of those.
+    """Take replicas out of the fleet in good order, and retire them: their agents end, and so do the servers that these
+    launched.
 
     No sync waits for them or names them, and no router or trainer sends them requests any more.
     """

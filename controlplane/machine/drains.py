@@ -1,8 +1,8 @@
 """Replicas that leave the fleet in good order: a drain, from its command to the retirement of its replicas. Pure.
 
 From the moment at which the drain is published its replicas are not served, and no command waits for them or names
-them: neither those that follow, nor those that are open. They are retired once all of them have answered the drain, or
-are lost, or its time is over. An agent that hears of that ends.
+them: neither those that follow, nor those that are open. They are retired once every agent of the fleet has answered
+the drain or is lost, or its time is over. An agent that hears of that ends.
 """
 
 from msgspec.structs import replace
@@ -34,7 +34,7 @@ def refused_drain(state: CoordinatorState, command: Command, target: Target) -> 
     if unknown := target.replicas - _known(state):
         return f"this run has no {format_replicas(unknown)}. Nothing was drained"
     leaving = target.replicas & state.draining
-    return f"{format_replicas(leaving)} leaves the fleet already. Nothing else was drained" if leaving else ""
+    return f"already leaving the fleet: {format_replicas(leaving)}. Nothing was drained" if leaving else ""
 
 
 def on_leave_requested(state: CoordinatorState, event: events.LeaveRequested, effects: Effects) -> CoordinatorState:
@@ -67,14 +67,22 @@ def released(state: CoordinatorState, target: Target) -> CoordinatorState:
 
 
 def _without(sync: Sync, leaving: frozenset[int]) -> Sync:
-    return replace(sync, members=sync.members - leaving, lost=sync.lost - leaving, shrunk=True)
+    return replace(
+        sync,
+        members=sync.members - leaving,
+        lost=sync.lost - leaving,
+        differing=sync.differing - leaving,
+        shrunk=True,
+    )
 
 
 def retire_drained(state: CoordinatorState, ended: OpenCommand, effects: Effects) -> CoordinatorState:
-    """Retire the replicas of a drain that has ended, and tell their agents."""
-    target = ended.record.envelope.target
-    names = frozenset(name for name, member in state.members.items() if target.includes(member.hello.identity))
-    return retire(state, names, None, effects)
+    """Retire the replicas of a drain that has ended, and tell their agents. Those that were retired by hand meanwhile
+    may have been taken up again.
+    """
+    leaving = (ended.record.envelope.target.replicas or frozenset()) & state.draining
+    names = frozenset(name for name, member in state.members.items() if member.hello.identity.unit in leaving)
+    return retire(state, names, None, effects) if names else state
 
 
 def _known(state: CoordinatorState) -> frozenset[int]:

@@ -41,14 +41,11 @@ def identities(state: CoordinatorState) -> dict[int | str, Identity]:
 
 def syncing_replicas(state: CoordinatorState, target: Target) -> frozenset[int]:
     """Return the known replicas that a sync with this target is for."""
-    joined, draining = (
-        {member.hello.identity.unit for member in state.members.values() if member.joined},
-        state.draining,
-    )
+    joined = {member.hello.identity.unit for member in state.members.values() if member.joined} - state.draining
     return frozenset(
         identity.replica
         for unit, identity in identities(state).items()
-        if identity.syncs and unit in joined and target.includes(identity) and identity.replica not in draining
+        if identity.syncs and unit in joined and target.includes(identity)
     )
 
 

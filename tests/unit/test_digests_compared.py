@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from controlplane.machine.coordinator_state import Sync
-from schemas.commands import Checkpoint, WeightSync
+from schemas.commands import Checkpoint, Drain, Target, WeightSync
 from schemas.desired import Committed, Desired
 from schemas.events import EngineObserved, MachineSettings, SnapshotReceived, Started
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
@@ -101,6 +101,13 @@ def test_a_restart_of_its_agent_does_not_bring_it_back_before_the_commit() -> No
     bus.send_returned(bus.tickets)
     assert phase(bus).phase == "commit" and phase(bus).quarantine == {1}
     assert bus.state.desired[1].quarantined == 1
+
+
+def test_a_replica_that_drains_before_the_commit_is_not_named_in_it() -> None:
+    bus = after_load(loaded(A), loaded(B), loaded(A), sends=True)
+    bus.issue(Drain(grace_ms=0), target=Target(replicas=frozenset({1})), timeout_ms=15_000)
+    bus.send_returned(bus.tickets - 1)
+    assert phase(bus).phase == "commit" and phase(bus).quarantine == NONE
 
 
 # --- on the replica ---------------------------------------------------------------------------------------------------

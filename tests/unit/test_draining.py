@@ -14,6 +14,7 @@ from schemas.events import (
     Pause,
     Perform,
     Returned,
+    SnapshotReceived,
     Stopping,
     Tick,
 )
@@ -130,3 +131,18 @@ def test_a_head_does_not_bring_it_back() -> None:
     state, _, _ = carry_out(state, effects)
     _, effects = fold(state, HeadSeen(at_ms=900, epoch=1, seq=1))
     assert effects == []
+
+
+def test_an_agent_that_joins_again_gives_its_requests_the_rest_of_their_time() -> None:
+    state = draining()
+    state, effects = fold(state, SnapshotReceived(at_ms=150, epoch=1, seq=1, desired=state.desired))
+    assert effects == [] and next_deadline(state) == 5100
+    state, effects = fold(state, idle(state))
+    state, _, _ = carry_out(state, effects)
+    assert answers(effects)[0].outcome == Acted(calls=("await_idle", "pause"))
+
+
+def test_a_trainer_that_knows_of_no_drain_has_its_replica_back_at_once() -> None:
+    state, effects = fold(draining(), SnapshotReceived(at_ms=150, epoch=2, seq=0, desired=Desired()))
+    assert [answer.outcome for answer in answers(effects)] == [Skipped(Reason.SUPERSEDED)]
+    assert state.activity is None and is_ready(state)

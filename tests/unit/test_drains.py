@@ -144,7 +144,7 @@ def test_an_agent_that_is_asked_to_end_drains_its_replica_once() -> None:
     [
         (Target(), "a drain names the replicas that leave. Nothing was drained"),
         (Target(replicas=frozenset({0, 7})), "this run has no replica 7. Nothing was drained"),
-        (Target(replicas=frozenset({1})), "replica 1 leaves the fleet already. Nothing else was drained"),
+        (Target(replicas=frozenset({1})), "already leaving the fleet: replica 1. Nothing was drained"),
     ],
 )
 def test_a_drain_is_refused_that_names_no_replica_or_one_that_is_not_there(target: Target, why: str) -> None:
@@ -210,3 +210,14 @@ def test_the_process_that_was_retired_does_not_come_back_nor_one_that_does_not_s
     ((_, message),) = bus.sent
     assert isinstance(message, Rejoin) and message.give_up
     assert bus.state.retired == {"1.0": "a"}
+
+
+def test_a_drain_that_still_waits_for_others_does_not_retire_what_has_taken_up_the_place() -> None:
+    bus = fleet()
+    drain(bus, 1)
+    seq = bus.state.seq
+    bus.lose("1.0")
+    bus.retire("1")
+    rejoin(bus, "1.0", "b")
+    bus.answer(seq, a0_0=NOT_TARGETED, a2_0=NOT_TARGETED)
+    assert len(bus.reports) == 1 and bus.of(Retired) == [] and bus.state.members["1.0"].state == "live"

@@ -391,3 +391,20 @@ async def test_an_agent_ends_well_once_its_drained_replica_is_retired(
         bus.say(wire.Rejoin(reason="retired", give_up=True))
         await bus.next(wire.Goodbye)
         tasks.cancel_scope.cancel()
+
+
+async def test_an_agent_ends_well_though_a_call_held_up_the_drain_until_its_replica_was_retired(
+    bus: Bus, tmp_path: Path, context: Context
+) -> None:
+    engine = Engine()
+    engine.gate = anyio.Event()
+    async with running(bus, context, engine, tmp_path) as agent:
+        await bus.admit()
+        await reaches(agent, lambda state: state.joined and state.engine.tokenizer == "present")
+        bus.publish(PAUSE)
+        bus.publish(Drain(grace_ms=0))
+        await reaches(agent, lambda state: len(state.queue) == 1)
+        bus.say(wire.Rejoin(reason="retired", give_up=True))
+        await reaches(agent, lambda state: state.stopping)
+        engine.gate.set()
+        await bus.next(wire.Goodbye)

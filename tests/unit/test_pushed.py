@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 from msgspec.structs import replace
 
-from schemas.commands import Broadcast, Checkpoint, EngineCommand, EpochStart, Pushed, Target, WeightSync
+from schemas.commands import Broadcast, Checkpoint, Drain, EngineCommand, EpochStart, Pushed, Target, WeightSync
 from schemas.desired import Committed, Desired, Syncing
 from schemas.events import (
     AwaitPush,
@@ -71,7 +71,7 @@ class Run:
             SnapshotReceived(at_ms=0, epoch=1, seq=0, desired=desired or Desired()),
         )
 
-    def issue(self, body: WeightSync | EngineCommand | EpochStart, ttl_ms: int = 1000) -> "Run":
+    def issue(self, body: WeightSync | EngineCommand | EpochStart | Drain, ttl_ms: int = 1000) -> "Run":
         self.seq += 1
         return self.feed(command(body, self.seq, ttl_ms=ttl_ms))
 
@@ -215,6 +215,12 @@ def test_a_push_that_does_not_come_by_the_deadline_is_named() -> None:
     message = failure(run.last, ErrorKind.ENGINE_TIMEOUT)
     assert "'step 7' in time: the engine's label is 'default'" in message
     assert run.state.activity is None and run.state.suppressed.quarantined == 7
+
+
+def test_a_drain_does_not_wait_for_the_trainer() -> None:
+    run = Run().issue(phase("prepare")).issue(phase("load")).issue(Drain(grace_ms=0), ttl_ms=15_000)
+    assert run.outcomes[1:] == [Skipped(Reason.SUPERSEDED), Acted(calls=("observe",))]
+    assert run.state.activity is None and run.state.desired.draining
 
 
 @pytest.mark.parametrize("body", [phase("abort"), phase("commit"), EpochStart(previous_epoch=1, logic=1)])

@@ -49,6 +49,7 @@ from workers.link.frames import (
 from workers.link.heartbeat import Heartbeat
 from workers.link.journal import Journal
 from workers.link.upload import DecisionUpload
+from workers.machine.rules import is_leaving
 from workers.machine.state import AgentState
 
 logger = logger_of("agent")
@@ -341,7 +342,7 @@ class Link:
 
     def _rejoin(self, message: wire.Rejoin) -> None:
         if message.give_up:
-            raise HasLeft if self._journal.state.desired.draining else IdentityTaken(message.reason)
+            raise HasLeft if is_leaving(self._journal.state) else IdentityTaken(message.reason)
         self._waiting.reason = f"the bus at {self._connection.address} answers: {message.reason}"
         if self._session is not None:
             logger.info("agent %s: %s; saying hello again", self._agent, message.reason)

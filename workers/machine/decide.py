@@ -30,7 +30,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from schemas import events
-from schemas.commands import EngineCommand, EpochStart, ProfileCommand, WeightSync
+from schemas.commands import Drain, EngineCommand, EpochStart, ProfileCommand, WeightSync
 from schemas.desired import Desired, desired_after, orphaned
 from schemas.identity import OBSERVED
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome
@@ -286,9 +286,9 @@ def _begin(state: AgentState, calls: tuple[events.Call, ...], now_ms: int, effec
 
 
 def _ends_wait(state: AgentState, event: events.CommandReceived) -> bool:
-    """Whether a command ends the load phase that a wait belongs to."""
+    """Whether a command ends the load phase that a wait belongs to, or takes the replica out of it."""
     command = event.command
-    return isinstance(command, EpochStart) or (isinstance(command, WeightSync) and is_targeted(state, event))
+    return isinstance(command, EpochStart) or (isinstance(command, WeightSync | Drain) and is_targeted(state, event))
 
 
 def _recognize_pushed(state: AgentState) -> AgentState:
@@ -467,7 +467,8 @@ def _on_snapshot(state: AgentState, event: events.SnapshotReceived, effects: Eff
     for queued in state.queue:
         state = _answer(state, queued, SUPERSEDED, effects, rule=2)
     activity = state.activity
-    if activity is not None:
+    drains_on = event.desired.draining and state.idle_at_ms is not None  # its requests have the rest of their time
+    if activity is not None and not drains_on:
         waited = state.awaits_push or state.idle_at_ms is not None
         if activity.trigger is not None and not activity.overdue:
             state = _answer(state, activity.trigger, SUPERSEDED, effects, rule=2)

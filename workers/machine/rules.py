@@ -15,7 +15,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from schemas.commands import AdapterSync, EngineCommand, EpochStart, ProfileCommand, UnknownCommand, WeightSync
+from schemas.commands import AdapterSync, Drain, EngineCommand, EpochStart, ProfileCommand, UnknownCommand, WeightSync
 from schemas.events import Answer, CommandReceived, Effect, HeadSeen, RequestResend, RequestSnapshot
 from schemas.identity import OBSERVED, ROLLOUT, Operation
 from schemas.outcomes import ErrorKind, Failed, Outcome, Reason, Skipped
@@ -169,7 +169,7 @@ def not_primary(state: AgentState, event: CommandReceived, _: int = 0) -> Outcom
 
 
 def never_launched(state: AgentState, event: CommandReceived, _: int) -> Outcome | None:
-    """Rule 7: its time is over, and the engine is still launching. Until then `must_wait` keeps it in the queue."""
+    """Rule 7: its time is over, and the engine is still launching. Until then `waits` keeps it in the queue."""
     if not _awaits_launch(state, event):
         return None
     reason = state.engine.trouble or "its engine was still launching"
@@ -243,9 +243,11 @@ def is_targeted(state: AgentState, event: CommandReceived) -> bool:
     return event.target.replicas is None or event.target.includes(state.identity)
 
 
-def must_wait(state: AgentState, event: CommandReceived, now_ms: int) -> bool:
-    """Whether rule 7 keeps the command in the queue: the engine is launching, and its time is not over."""
-    return _awaits_launch(state, event) and now_ms < event.at_ms + event.ttl_ms
+def is_leaving(state: AgentState) -> bool:
+    """Whether the replica was told to leave the fleet, perhaps by a command that still waits for the call in flight."""
+    if state.desired.draining:
+        return True
+    return any(isinstance(queued.command, Drain) and is_targeted(state, queued) for queued in state.queue)
 
 
 def place_until(state: AgentState, event: CommandReceived) -> int | None:
@@ -271,8 +273,8 @@ def _awaits_launch(state: AgentState, event: CommandReceived) -> bool:
 
 
 def waits(state: AgentState, event: CommandReceived, now_ms: int) -> bool:
-    """Return whether a command is not decided yet, though the engine is free."""
-    if state.engine.tokenizer == "unknown" and must_wait(state, event, now_ms):
-        return True
+    """Return whether a command is not decided yet, though no call is in flight: the engine is launching, or full."""
+    if _awaits_launch(state, event):
+        return now_ms < event.at_ms + event.ttl_ms
     until_ms = place_until(state, event)
     return until_ms is not None and now_ms < until_ms
