@@ -76,7 +76,7 @@ GUARDS = {
             continue
         acked = _carried_out(outcome.conclusion)
         if acked""",
-        9314,
+        9161,
     ),
     "broadcast once": Guard(
         "workers/machine/reconcile.py",
@@ -142,7 +142,7 @@ GUARDS = {
         "workers/machine/rules.py",
         "return event.at_ms + event.ttl_ms // 2",
         "return None",
-        254,
+        542,
     ),
     "adapter flips at once": Guard(
         "controlplane/machine/sync.py",
