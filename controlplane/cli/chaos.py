@@ -100,6 +100,7 @@ def run(plan: Path, log: Path, for_s: float | None, as_json: bool, command: Sequ
             ended.wait()  # a trainer may save its model after it has closed the bus
     report = collect(RunLog.walk(log))
     lines, good = verdict(read, report)
+    lines[:0] = [f"{fault.name}: never happened" for fault in kills if command]
     if not good:
         note_problem()
     if as_json:

@@ -30,10 +30,12 @@ def trainer(folder: Path, after: str) -> list[str]:
 
 
 def test_a_trainer_saves_its_model_after_its_bus_is_closed(tmp_path: Path) -> None:
+    plan = "[[fault]]\nname='preempted'\nwhat='kill_trainer'\nversion=2\nseconds=1"
     saves = "threading.Event().wait(1.5)\n(folder / 'model').write_text('saved')"
-    done = chaos_run(tmp_path, *trainer(tmp_path, saves))
+    done = chaos_run(tmp_path, *trainer(tmp_path, saves), plan=plan)
     assert (tmp_path / "model").exists(), done.stdout + done.stderr
     assert done.returncode == 0
+    assert "preempted: never happened" in done.stdout
 
 
 def test_what_a_trainer_started_ends_with_it(tmp_path: Path) -> None:
