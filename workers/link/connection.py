@@ -8,7 +8,7 @@ old one too, and then nothing has changed.
 import contextlib
 import random
 from collections.abc import Callable
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 import anyio
 from anyio import CancelScope, to_thread
@@ -33,16 +33,12 @@ REREAD_S: Final = 1.0
 BUSY_S: Final = 1.0
 """Time in which a bus that answers on a new connection would also answer on the old one."""
 
+Dialled = Callable[[str, Literal["control", "commands"]], str]
+"""Returns where to dial for an address of the bus: a relay, on a game day."""
 
 FIRST_WARNING_S: Final = 5.0
 NEXT_WARNING_S: Final = 30.0
 """Time without progress before the first warning, and between two warnings."""
-
-
-class Dialled(Protocol):
-    """Returns where to dial for an address of the bus: a relay, on a game day."""
-
-    def __call__(self, address: str, connection: Literal["control", "commands"]) -> str: ...
 
 
 class WaitWarning:
