@@ -48,7 +48,7 @@ def chaos() -> None:
 @_plan
 def explain(plan: Path) -> None:
     """Print when each fault of PLAN happens, where, and how often; then what each kind of fault does."""
-    read = parse_plan(plan.read_text(), str(plan))
+    read = parse_plan(plan.read_text("utf-8"), str(plan))
     for fault in read.fault:
         click.echo(one_line(described(read, fault)))
     for what in dict.fromkeys(fault.what for fault in read.fault):
@@ -80,7 +80,7 @@ def run(plan: Path, log: Path, for_s: float | None, as_json: bool, command: Sequ
       rolloutctl chaos run plan.toml --log run.db
       rolloutctl chaos run plan.toml --log run.db -- python trainer.py
     """
-    read = parse_plan(plan.read_text(), str(plan))
+    read = parse_plan(plan.read_text("utf-8"), str(plan))
     ended, kills = threading.Event(), [fault for fault in read.fault if fault.what == "kill_trainer"]
     if kills and not command:
         text = f"rolloutctl: {plan} kills the trainer, which is not done here: its command is not given after `--`."
