@@ -6,7 +6,8 @@
 Theory of operation.
 
 - Each writer is a *life* with a number. It claims the number by creating a file that must not exist, names itself in
-  `writer`, and only then reads what the lives before it copied. A life looks into `writer` after each group that it
+  `writer`, and only then reads what the lives before it copied. It gives up if there is a later number by then, so
+  names follow each other as numbers do. A life looks into `writer` after each group that it
   flushed, and before anything that depends on it happens. So either it finds that it has a successor, or the successor
   finds the group: nothing that a dead writer let others see is missing, however it died.
 - Nothing is locked: network file systems keep the locks of a dead machine for minutes or for ever, or have none. A
@@ -85,14 +86,17 @@ class RecordCopy:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _require_unwritten(folder)
-            life = 1 + max((int(name[1]) for name in _names(folder)), default=0)
+            life = 1 + _newest_life(folder)
             copy = cls(folder, life)
             copy._create(0).close()
             _write(folder / "writer", copy._me)
+            overtaken = _newest_life(folder) > life  # whose name may be lost: neither of them goes on then
         except FileExistsError:
-            raise LogLocked(f"{folder}: another program has begun to write this copy of a log at this moment") from None
+            overtaken = True
         except OSError as error:
             raise _out_of_reach(folder, error) from error
+        if overtaken:
+            raise LogLocked(f"{folder}: another program has begun to write this copy of a log at this moment")
         return copy
 
     def restore(self, path: Path) -> bool:
@@ -212,8 +216,10 @@ class RecordCopy:
                             os.utime(self._folder / "writer")
                             touched_s = time.monotonic()
                         self._note(self._appended, "")
+                        self._delete_dropped(reader.first_position)
                     except (OSError, LogLocked) as error:
                         self._end_part()
+                        self._marked = min(self._marked, self.copied)  # later ones go into the next file too
                         self._note(self.copied, getattr(error, "strerror", None) or str(error))
         except LogError as error:
             self.fault = str(error)
@@ -227,7 +233,7 @@ class RecordCopy:
         return self._wanted > self.copied
 
     def _copy(self, reader: RecordReader) -> bool:
-        """Append what the copy lacks, flush it, and delete what the file has dropped. Returns whether it lacked any."""
+        """Append what the copy lacks, and flush it. Returns whether it lacked any."""
         self._appended, marked = self.copied, self._marked
         for record in reader.records(self.copied + 1):
             if self._appended and record.position != self._appended + 1:
@@ -243,10 +249,14 @@ class RecordCopy:
             return False
         _flush(self._part)
         self._marked = marked
-        first = reader.first_position
-        while len(self._starts) > 1 and self._starts[1][1] <= first:
-            self._starts.pop(0)[0].unlink(missing_ok=True)
         return True
+
+    def _delete_dropped(self, first: int) -> None:
+        """Delete files with nothing in them that the log keeps: neither records nor the mark that it begins with."""
+        with suppress(OSError):  # the next round tries again: a later file must not go before
+            while len(self._starts) > 1 and self._starts[1][1] < first:
+                self._starts[0][0].unlink(missing_ok=True)
+                del self._starts[0]
 
     def _append(self, record: tuple[int, int, str, str, bytes]) -> None:
         if self._part is not None and self._part.tell() > PART_BYTES:
@@ -331,6 +341,10 @@ def _holds(path: Path, last: Row) -> bool:
 
 def _names(folder: Path) -> Iterator[re.Match[str]]:
     return filter(None, map(_NAME.fullmatch, os.listdir(folder)))
+
+
+def _newest_life(folder: Path) -> int:
+    return max((int(name[1]) for name in _names(folder)), default=0)
 
 
 def _rows(path: Path) -> Iterator[Row]:

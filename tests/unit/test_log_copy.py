@@ -2,7 +2,7 @@
 
 import os
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -326,3 +326,93 @@ def test_a_group_that_fills_several_files_is_flushed_in_each_of_them(
         parts = [part.stat() for part in here.copy.glob("*.records")]
         assert len(parts) > 5
         assert {part.st_ino for part in parts if part.st_size} <= flushed
+
+
+def test_of_two_that_begin_at_the_same_moment_no_earlier_one_goes_on(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, later = record_copy._write, list[RecordCopy]()
+
+    def overtaken(path: Path, text: str) -> None:
+        if not later:
+            monkeypatch.setattr(record_copy, "_write", real)
+            later.append(RecordCopy.claim(here.copy))
+        real(path, text)
+
+    monkeypatch.setattr(record_copy, "_write", overtaken)
+    with pytest.raises(LogLocked, match="another program has begun to write this copy"):
+        RecordCopy.claim(here.copy)
+
+
+def test_a_mark_whose_records_are_in_the_next_file_stays_with_them(
+    here: Machine, there: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controlplane.record.log.MARK_SHARE", 0)
+    monkeypatch.setattr("controlplane.record.log.MARK_RECORDS", 2)
+    log = here.open("r", age_max_s=60)
+    state = decided(log, log.state, OPENED)
+    monkeypatch.setattr(record_copy, "PART_BYTES", 1)  # so that each mark ends a file
+    for number in range(8):
+        state, effects = decide(state, FLUSH)
+        log.append(FLUSH, effects, number * 10**11, state)
+        log.commit()
+        wait_until(lambda: log.settled)
+    first, marks = log._file.first_position, log._file.mark_positions()
+    killed(log)
+    with there.open() as moved:
+        assert moved.state == state
+        assert 1 < moved._file.first_position <= first and set(marks) <= set(moved._file.mark_positions())
+
+
+def test_a_mark_is_copied_again_if_its_group_was_not_noted(
+    here: Machine, there: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controlplane.record.log.MARK_SHARE", 0)
+    monkeypatch.setattr("controlplane.record.log.MARK_RECORDS", 1)
+    log = here.open("r")
+    state = decided(log, log.state, OPENED)
+    real, failures = record_copy.RecordCopy._require_newest, iter([OSError(116, "Stale file handle")])
+
+    def stale(copy: RecordCopy) -> None:
+        for error in failures:
+            raise error
+        real(copy)
+
+    monkeypatch.setattr(record_copy.RecordCopy, "_require_newest", stale)
+    state, effects = decide(state, FLUSH)
+    log.append(FLUSH, effects, 1, state)
+    with suppress(LogLocked):
+        log.commit()
+    wait_until(lambda: log.settled)
+    marks = log._file.mark_positions()
+    killed(log)
+    with there.open() as moved:
+        assert marks and moved._file.mark_positions() == marks
+
+
+def test_a_file_that_can_not_be_deleted_leaves_no_hole(
+    here: Machine, there: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controlplane.record.log.MARK_SHARE", 0)
+    monkeypatch.setattr("controlplane.record.log.MARK_RECORDS", 1)
+    log = here.open("r", age_max_s=60)
+    state = decided(log, log.state, OPENED)
+    monkeypatch.setattr(record_copy, "PART_BYTES", 1)
+    real, failures = Path.unlink, iter([OSError(5, "Input/output error")])
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".records":
+            for error in failures:
+                raise error
+        real(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    for number in range(8):
+        state, effects = decide(state, FLUSH)
+        log.append(FLUSH, effects, number * 10**11, state)
+        log.commit()
+        wait_until(lambda: log.settled)
+    wait_until(lambda: next(failures, None) is None)
+    killed(log)
+    with there.open() as moved:
+        assert moved.state == state
