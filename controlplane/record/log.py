@@ -270,6 +270,11 @@ class RunLog:
         """Whether all that was appended is in the file, and in its copy: an agent may forget its decisions then."""
         return not self._file.pending and (self._copy is None or self._copy.copied >= self._file.committed)
 
+    @property
+    def copy_behind(self) -> str:
+        """Why a commit waits for the copy of the log; empty if none does. In any thread."""
+        return self._copy.behind if self._copy is not None else ""
+
     def append(
         self,
         event: CoordinatorEvent,

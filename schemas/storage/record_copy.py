@@ -144,7 +144,14 @@ class RecordCopy:
             self._changed.wait_for(lambda: self.copied >= position or self.fault, WAIT_S)
             self.check()
             if self.copied < position:
-                raise LogLocked(f"{self._folder}: the copy of the log is behind ({self._trouble or 'it takes long'})")
+                raise LogLocked(self.behind)
+
+    @property
+    def behind(self) -> str:
+        """What a caller of `wait` waits for; empty if there is none."""
+        if not self._is_wanted:
+            return ""
+        return f"{self._folder}: the copy of the log is behind ({self._trouble or 'its folder does not answer'})"
 
     def check(self) -> None:
         """Raise LogError once another writer goes on."""

@@ -416,3 +416,20 @@ def test_a_file_that_can_not_be_deleted_leaves_no_hole(
     killed(log)
     with there.open() as moved:
         assert moved.state == state
+
+
+def test_a_status_says_that_the_folder_of_the_copy_is_what_a_command_waits_for(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        if threading.current_thread().name == "rolloutctl-log-copy":
+            raise OSError(28, "No space left on device")
+
+    config = BusConfig(log_copy=str(here.copy))
+    with ControlPlane("tcp://127.0.0.1:0", log=here.path, config=config) as plane:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            ticket = plane.flush()
+            wait_until(lambda: bool(plane.bus.clock.hold_up))
+            assert f"{here.copy}: the copy of the log is behind (No space left on device)" in plane.status().hold_up
+        assert ticket.wait(20).outcomes == ()
