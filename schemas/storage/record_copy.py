@@ -61,7 +61,7 @@ class RecordCopy:
 
     Attributes:
         copied: Position of the last record that the copy has.
-        fault: Why nothing is copied any more: another writer goes on.
+        fault: Why nothing is copied any more, as when another writer goes on.
     """
 
     def __init__(self, folder: Path, life: int) -> None:
@@ -112,11 +112,14 @@ class RecordCopy:
                 return _holds(path, last)
             draft = path.with_name(f".{path.name}.{self._life}")
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with RecordFile.open(draft, self._header) as file:
-                for rows, marks in self._groups():
-                    file.take_over(rows, marks)
-                    file.commit()
-            os.replace(draft, path)
+            try:
+                with RecordFile.open(draft, self._header) as file:
+                    for rows, marks in self._groups():
+                        file.take_over(rows, marks)
+                        file.commit()
+                os.replace(draft, path)
+            finally:
+                draft.unlink(missing_ok=True)
         except OSError as error:
             raise _out_of_reach(self._folder, error) from error
         logger.info("%s was written from its copy in %s, up to record %d", path, self._folder, last[0])
@@ -136,7 +139,7 @@ class RecordCopy:
     def wait(self, position: int) -> None:
         """Return when the copy has all records up to a position. Raises LogLocked after a while: call it again.
 
-        Raises LogError once another writer goes on.
+        Raises LogError once nothing is copied any more.
         """
         with self._changed:
             self._wanted = max(self._wanted, position)
@@ -154,7 +157,7 @@ class RecordCopy:
         return f"{self._folder}: the copy of the log is behind ({self._trouble or 'its folder does not answer'})"
 
     def check(self) -> None:
-        """Raise LogError once another writer goes on."""
+        """Raise LogError once nothing is copied any more, as when another writer goes on."""
         if self.fault:
             raise LogError(f"{self._folder}: {self.fault}")
 
@@ -228,8 +231,10 @@ class RecordCopy:
                         self._end_part()
                         self._marked = min(self._marked, self.copied)  # later ones go into the next file too
                         self._note(self.copied, getattr(error, "strerror", None) or str(error))
-        except LogError as error:
-            self.fault = str(error)
+        except Exception as error:  # whatever it is: nothing may wait for a thread that has ended
+            if not isinstance(error, LogError):
+                logger.exception("a fault of rolloutctl ended the copying of the log to %s", self._folder)
+            self.fault = str(error) if isinstance(error, LogError) else repr(error)
             with self._changed:
                 self._changed.notify_all()
         finally:
@@ -306,10 +311,16 @@ def has_copy(folder: Path) -> bool:
 
 
 def put_aside(folder: Path) -> None:
-    """Give the folder of a copy another name, which ends with this moment. Raises LogLocked while a writer lives."""
-    _require_unwritten(folder)
+    """Give the folder of a copy another name, which ends with this moment.
+
+    Raises LogLocked while a writer lives, or LogError.
+    """
     aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
-    folder.rename(aside)
+    try:
+        _require_unwritten(folder)
+        folder.rename(aside)
+    except OSError as error:
+        raise _out_of_reach(folder, error) from error
     logger.info("the copy of the log of the earlier run is now %s", aside)
 
 

@@ -9,12 +9,13 @@ import pytest
 
 from controlplane import BusConfig, ControlPlane
 from controlplane.machine.coordinator import CoordinatorState, decide
-from controlplane.machine.events import CoordinatorEvent, Issued
+from controlplane.machine.events import CoordinatorEvent, Issued, Retired
 from controlplane.record.log import RunLog
 from schemas.commands import EngineCommand, Target
-from schemas.errors import BusAddressError, BusFaulted, ConfigError, LogCorrupt, LogError, LogLocked
+from schemas.errors import BusAddressError, BusFaulted, ConfigError, LogCorrupt, LogError, LogFull, LogLocked
 from schemas.storage import record_copy
 from schemas.storage.record_copy import RecordCopy
+from schemas.storage.record_file import RecordFile
 from tests.unit.test_run_log import batch, events
 from tests.waiting import wait_until
 
@@ -433,3 +434,55 @@ def test_a_status_says_that_the_folder_of_the_copy_is_what_a_command_waits_for(
             wait_until(lambda: bool(plane.bus.clock.hold_up))
             assert f"{here.copy}: the copy of the log is behind (No space left on device)" in plane.status().hold_up
         assert ticket.wait(20).outcomes == ()
+
+
+def test_a_start_that_can_not_write_the_log_anew_leaves_nothing_of_it(
+    here: Machine, there: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with here.open("r") as log:
+        decided(log, log.state, OPENED)
+
+    def full(_: RecordFile) -> int:
+        raise LogFull("no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordFile, "commit", full)
+        with pytest.raises(LogFull):
+            there.open()
+    assert list(there.path.parent.iterdir()) == []
+
+
+def test_a_retired_place_is_told_to_none_before_the_copy_has_it(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_copy, "COPY_S", 3600)
+    with here.open("r") as log:
+        state = decided(log, log.state, OPENED)
+        log.append(FLUSH, [Retired(ticket=1, agents=())], 1, state)
+        log.commit()
+        assert log.settled
+
+
+def test_a_copying_that_ends_by_a_fault_of_its_own_stops_the_bus(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> bool:
+        raise RuntimeError("a fault")
+
+    with here.open("r") as log:
+        state = decided(log, log.state, OPENED)
+        monkeypatch.setattr(RecordCopy, "_copy", broken)
+        with pytest.raises(LogError, match=r"RuntimeError\('a fault'\)"):
+            decided(log, state, FLUSH)
+
+
+def test_a_folder_that_can_not_be_put_aside_is_an_error_of_the_log(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with here.open("r") as log:
+        decided(log, log.state, OPENED)
+
+    def taken(*_: object) -> Path:
+        raise OSError(39, "Directory not empty")
+
+    monkeypatch.setattr(Path, "rename", taken)
+    with pytest.raises(LogError, match="the copy of the log in .* can't be read or written: Directory not empty"):
+        here.open("new")
