@@ -249,7 +249,8 @@ class RecordCopy:
         self._appended, marked = self.copied, self._marked
         for record in reader.records(self.copied + 1):
             if self._appended and record.position != self._appended + 1:
-                raise LogError(f"the log has dropped records from {self._appended + 1} on before they were copied")
+                dropped = f"the log has dropped records from {self._appended + 1} on before they were copied"
+                raise LogError(f"{dropped}: name another folder for its copy")
             self._append((record.position, record.at_ns, record.kind, record.agent, record.body))
             self._appended = record.position
         for position in reader.mark_positions():
@@ -350,10 +351,11 @@ def _look(writer: Path) -> tuple[str, int] | None:
 
 
 def _holds(path: Path, last: Row) -> bool:
-    """Whether a record file has just this record."""
+    """Whether a record file has just this record, or only later ones."""
     with suppress(LogError), RecordReader.open(path) as reader:
         for record in reader.records(last[0]):
-            return checksum(record.position, record.at_ns, record.kind, record.agent, record.body) == last[4]
+            found = checksum(record.position, record.at_ns, record.kind, record.agent, record.body)
+            return found == last[4] or record.position > last[0]
     return False
 
 

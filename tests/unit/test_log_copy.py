@@ -187,6 +187,26 @@ def test_a_log_on_this_machine_that_has_more_than_the_copy_is_continued(here: Ma
         assert log.state == state
 
 
+def test_a_log_that_went_on_without_the_copy_and_has_dropped_its_end_is_not_put_aside(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controlplane.record.log.MARK_SHARE", 0)
+    monkeypatch.setattr("controlplane.record.log.MARK_RECORDS", 1)
+    with here.open("r") as log:
+        decided(log, log.state, OPENED)
+    with RunLog.open(here.path, age_max_s=60) as without:
+        state = decided(without, without.state, OPENED)
+        for number in range(4):
+            state, effects = decide(state, FLUSH)
+            without.append(FLUSH, effects, number * 10**11, state)
+            without.commit()
+        assert without._file.first_position > 2
+    with pytest.raises(LogError, match="has dropped records from 2 on before they were copied.*name another folder"):
+        here.open()
+    with RunLog.open(here.path) as without:
+        assert without.state == state
+
+
 def test_the_copy_of_another_run_is_no_copy(here: Machine, there: Machine) -> None:
     with here.open("r") as log:
         decided(log, log.state, OPENED)
