@@ -33,7 +33,7 @@ from msgspec import MsgspecError, msgpack
 
 from schemas.errors import LogCorrupt, LogError, LogLocked
 from schemas.logs import logger_of
-from schemas.storage.atomic_write import atomic_write
+from schemas.storage.atomic_write import atomic_write, private
 from schemas.storage.record_file import MarkRow, RecordFile
 from schemas.storage.records import MARK, RecordReader, Row, checksum
 
@@ -60,6 +60,7 @@ class RecordCopy:
     Called by the writer's thread; the attributes may be read by any.
 
     Attributes:
+        header: Of the file that was copied, after `restore`; empty if nothing was.
         copied: Position of the last record that the copy has.
         fault: Why nothing is copied any more, as when another writer goes on.
     """
@@ -71,7 +72,7 @@ class RecordCopy:
         self._parts = itertools.count(1)
         self._part: IO[bytes] | None = None
         self._starts: list[tuple[Path, int]] = []  # files that are read, each with its first position; the oldest first
-        self._header: dict[str, str] = {}
+        self.header: dict[str, str] = {}
         self._appended = self._wanted = self._marked = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -113,7 +114,7 @@ class RecordCopy:
             draft = path.with_name(f".{path.name}.{self._life}")
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
-                with RecordFile.open(draft, self._header) as file:
+                with RecordFile.open(draft, self.header) as file:
                     for rows, marks in self._groups():
                         file.take_over(rows, marks)
                         file.commit()
@@ -125,14 +126,9 @@ class RecordCopy:
         logger.info("%s was written from its copy in %s, up to record %d", path, self._folder, last[0])
         return True
 
-    @property
-    def header(self) -> Mapping[str, str]:
-        """Header of the file that was copied, after `restore`; empty if nothing was."""
-        return self._header
-
     def start(self, path: Path, header: Mapping[str, str]) -> None:
         """Begin to copy the file at `path`, which has all that was copied so far."""
-        self._header = dict(header)
+        self.header = dict(header)
         self._thread = threading.Thread(target=self._run, args=(path,), name="rolloutctl-log-copy", daemon=True)
         self._thread.start()
 
@@ -184,7 +180,7 @@ class RecordCopy:
         last, self._starts = None, []
         for name in sorted(match[0] for match in _names(self._folder)):
             if (header := next(_rows(self._folder / name), None)) is not None:  # else its life copied nothing
-                self._header = msgpack.decode(header[5], type=dict[str, str])
+                self.header = msgpack.decode(header[5], type=dict[str, str])
                 self._starts.append((self._folder / name, header[0]))
         for rows, marks in self._groups():
             last = rows[-1] if rows else last
@@ -279,11 +275,11 @@ class RecordCopy:
             self._part = self._create(next(self._parts))
             start = self._appended + 1 if self._appended else record[0]
             self._starts.append((Path(self._part.name), start))
-            self._part.write(_frame(start, 0, HEADER, "", msgpack.encode(self._header)))
+            self._part.write(_frame(start, 0, HEADER, "", msgpack.encode(self.header)))
         self._part.write(_frame(*record))
 
     def _create(self, part: int) -> IO[bytes]:
-        return open(self._folder / f"{self._life:08}-{part:08}.records", "xb", opener=_private)
+        return open(self._folder / f"{self._life:08}-{part:08}.records", "xb", opener=private)
 
     def _end_part(self) -> None:
         """Go on in another file: this one may end with half a frame."""
@@ -395,10 +391,6 @@ def _flush(file: IO[bytes]) -> None:
 def _write(path: Path, text: str) -> None:
     with atomic_write(path, force=True) as file:
         file.write(text.encode())
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def _out_of_reach(folder: Path, error: OSError) -> LogError:
