@@ -26,10 +26,8 @@ SAY_AGAIN_US: Final = 10_000_000
 class TurnClock:
     """The time of the turn under way, a lease at most. All but `begin` and `end` may be called from any thread."""
 
-    def __init__(
-        self, log: Path, config: BusConfig, now_us: Callable[[], int], copy_behind: Callable[[], str] = str
-    ) -> None:
-        self._log, self._now_us, self._copy_behind = log, now_us, copy_behind
+    def __init__(self, log: Path, config: BusConfig, now_us: Callable[[], int], behind: Callable[[], str]) -> None:
+        self._log, self._now_us, self._copy_behind = log, now_us, behind
         self._lease_us, self._timeout_us = config.lease_ms * 1000, config.agent_timeout_ms * 1000
         self._since_us: int | None = None
         self._said_us = 0  # how long the turn had taken at the last warning

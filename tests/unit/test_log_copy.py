@@ -476,7 +476,7 @@ def test_a_retired_place_is_told_to_none_before_the_copy_has_it(here: Machine, m
     monkeypatch.setattr(record_copy, "COPY_S", 3600)
     with here.open("r") as log:
         state = decided(log, log.state, OPENED)
-        log.append(FLUSH, [Retired(ticket=1, agents=())], 1, state)
+        log.append(FLUSH, (Retired(ticket=1, agents=()),), 1, state)
         log.commit()
         assert log.settled
 
