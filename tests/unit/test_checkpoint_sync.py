@@ -10,6 +10,7 @@ import torch
 from msgspec import structs
 
 from controlplane import ControlPlane
+from controlplane.tickets import Ticket
 from controlplane.trainers.checkpoints import CheckpointSync
 from schemas.errors import AgentsMissing, CheckpointError, CommandFailed, ConfigError, SyncInProgress
 from schemas.reports import SyncReport
@@ -118,6 +119,23 @@ def test_a_trainer_that_does_not_wait_knows_the_version_at_once(plane: ControlPl
     third = sync.begin("step_4", weights(4))
     assert third.version == 3 and third.wait(20).status == "committed"
     assert sorted(path.name for path in plane.checkpoints.iterdir()) == ["step_3", "step_4"]
+
+
+def test_a_checkpoint_that_is_committed_while_older_ones_are_deleted_stays(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, queued = CheckpointSync(plane, keep=1), Ticket[SyncReport](1)
+
+    def before_a_turn_took_it() -> frozenset[str]:
+        queued.resolve(report)
+        return frozenset()
+
+    report = sync.publish("step_1", weights(1))
+    monkeypatch.setattr(sync, "_begin", lambda folder: sync._written.setdefault(folder, queued))
+    sync._written[plane.checkpoints / "step_1"] = queued
+    monkeypatch.setattr(plane, "needed_checkpoints", before_a_turn_took_it)
+    sync.begin("step_2", weights(2))
+    assert (plane.checkpoints / "step_1").exists()
 
 
 def test_a_checkpoint_that_was_not_written_is_published_to_no_agent(plane: ControlPlane) -> None:
