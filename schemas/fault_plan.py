@@ -220,8 +220,15 @@ def _problems(fault: PlannedFault, earlier: tuple[PlannedFault, ...]) -> Iterato
         yield f"what is {fault.what!r}: {takes}"
     if fault.connection != "both" and fault.what not in ("cut", "hold"):
         yield f"connection has no effect on {fault.what!r}"
-    if fault.what == "kill_trainer" and (fault.replicas or fault.random or fault.call or fault.node):
-        yield "the trainer has no replicas and makes no calls: a version, a phase and after_s say when"
+    if fault.after_s and fault.what in OF_CALLS:
+        yield f"after_s has no effect on {fault.what!r}: it happens in a call"
+    if fault.what == "kill_trainer":
+        if fault.replicas or fault.random or fault.call or fault.node:
+            yield "the trainer has no replicas and makes no calls: a version, a phase and after_s say when"
+        if fault.version is None and fault.phase is None:
+            yield "say a version or a phase: the trainer joins nothing"
+        if (fault.rate, fault.times) != (1, 1):
+            yield "the trainer is killed once: it has no rate and no times"
 
 
 # --- for people -------------------------------------------------------------------------------------------------------
@@ -260,8 +267,8 @@ def _when(fault: PlannedFault) -> str:
 
 
 def _often(fault: PlannedFault) -> str:
-    chance = f", with a chance of {fault.rate:g} each time" if fault.rate < 1 else ""
     if fault.what == "kill_trainer":
-        return chance
+        return ""
+    chance = f", with a chance of {fault.rate:g} each time" if fault.rate < 1 else ""
     limits = {0: ", without a limit", 1: ", once for each agent"}
     return chance + limits.get(fault.times, f", at most {fault.times} times for each agent")

@@ -41,7 +41,7 @@ from schemas.wall_clock import wall_clock_ns
 from workers.driver import EngineDriver, ends_this_task, fault_of
 from workers.engine import Engine, EngineView
 from workers.link.journal import Journal, archive_journal
-from workers.link.link import HasLeft, Link, RunChanged
+from workers.link.link import HasLeft, Link, RunChanged, as_it_is
 from workers.machine.decide import decide, next_deadline
 from workers.machine.readiness import is_ready
 from workers.machine.state import AgentState, call_name, is_written_first, with_engine_state
@@ -169,6 +169,8 @@ class Agent:
             self._path = folder / f"agent-{self.identity.agent}.journal"
             self._journal = self._open_journal()
             stack.callback(lambda: self._journal.close())
+            if self._faults is not None:
+                stack.callback(self._faults.close)
             self._begin()
             stack.callback(lambda: self._life.link.close())
             stack.push_async_callback(self._close_engine)
@@ -269,7 +271,7 @@ class Agent:
             wake_at=wake_at,
             wall_ns=self._wall_ns,
             keys=self._keys,
-            dialled=self._faults.dialled if self._faults is not None else str,
+            dialled=self._faults.dialled if self._faults is not None else as_it_is,
             endpoint=self._endpoint,
         )
         driver = EngineDriver(

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 from urllib.parse import urlsplit
 
 import anyio
@@ -62,7 +62,7 @@ class FaultInjector:
         self._due_calls: list[PlannedFault] = []  # of the call that is about to be made
         self._label_until_s = 0.0
         self._jumped_ns = 0
-        self._relays: dict[str, _Relay] = {}
+        self._relays: dict[tuple[str, str], _Relay] = {}  # by the bus's address, and by which connection it is
 
     def wrapped(self, engine: Engine | EngineView) -> Engine | EngineView:
         """Return an engine some of whose calls go wrong. One that is only observed makes none."""
@@ -77,15 +77,25 @@ class FaultInjector:
         """Return the node's wall clock, with its jumps."""
         return wall_clock_ns() + self._jumped_ns
 
-    def dialled(self, address: str) -> str:
-        """Return where to dial for one of the bus's addresses: a relay, if a fault is about connections."""
+    def dialled(self, address: str, connection: Literal["control", "commands"]) -> str:
+        """Return where to dial for one of the bus's addresses: a relay, if a fault is about connections.
+
+        Args:
+            address: Of the bus.
+            connection: What is dialled there.
+        """
         if all(fault.what not in ("cut", "hold") for fault in self._faults):
             return address
         if not address.startswith("tcp://"):
             raise ConfigError(f"the fault plan is about connections, and {address} is none over TCP")
-        if address not in self._relays:
-            self._relays[address] = _Relay(address)
-        return self._relays[address].address
+        if (address, connection) not in self._relays:
+            self._relays[address, connection] = _Relay(address)
+        return self._relays[address, connection].address
+
+    def close(self) -> None:
+        """Close the relays, with their connections."""
+        for relay in self._relays.values():
+            relay.close()
 
     # --- when ---------------------------------------------------------------------------------------------------------
 
@@ -100,13 +110,13 @@ class FaultInjector:
         if occasion.call:
             self._due_calls = []
         for fault in self._faults:
-            spent = 0 < fault.times <= state.faults.get(fault.name, 0)
-            if spent or not is_due(fault, occasion) or not self._plan.happens(fault, self._identity, occasion):
+            due = not _is_spent(fault, state) and is_due(fault, occasion)
+            if not due or not self._plan.happens(fault, self._identity, occasion):
                 continue
             if fault.what in OF_CALLS:
                 self._due_calls.append(fault)
             else:
-                asyncio.get_running_loop().call_later(fault.after_s, self._inject, fault)
+                asyncio.get_running_loop().call_later(fault.after_s, self._happen, fault)
 
     def faults_of_call(self) -> list[PlannedFault]:
         """Return the faults of the call that is about to be made."""
@@ -121,8 +131,13 @@ class FaultInjector:
         logger.warning("agent %s, fault %r on purpose: %s", self._identity.agent, fault.name, fault.what)
         self._agent.note_fault(fault.name, fault.what)
 
+    def _happen(self, fault: PlannedFault) -> None:
+        assert self._agent is not None
+        if not _is_spent(fault, self._agent.state):  # it may have been due again before it happened
+            self.note(fault)
+            self._inject(fault)
+
     def _inject(self, fault: PlannedFault) -> None:
-        self.note(fault)
         match fault.what:
             case "kill_agent":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -132,14 +147,13 @@ class FaultInjector:
                 self._signal_server(signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop_agent":
-                _continue_later(os.getpid(), fault.seconds)
-                os.kill(os.getpid(), signal.SIGSTOP)
+                stop_this_process(fault.seconds)
             case "stop_engine":
                 self._signal_server(signal.SIGSTOP)
                 self._later(fault.seconds, self._signal_server, signal.SIGCONT)
             case "cut" | "hold":
-                for address, relay in self._relays.items():
-                    if fault.connection in ("both", "control" if address == self._control else "commands"):
+                for (_, connection), relay in self._relays.items():
+                    if fault.connection in ("both", connection):
                         relay.disturb(fault.what, fault.seconds)
             case "label":
                 self._label_until_s = time.monotonic() + fault.seconds
@@ -149,10 +163,6 @@ class FaultInjector:
             case "jump_clock":
                 self._jumped_ns += int(fault.seconds * 1e9)
 
-    @property
-    def _control(self) -> str:
-        return next(iter(self._relays))  # the first address that an agent dials
-
     def _later(self, seconds: float, act: Callable[..., None], *args: object) -> None:
         asyncio.get_running_loop().call_later(seconds, act, *args)
 
@@ -160,7 +170,7 @@ class FaultInjector:
         pid = self._server_pid() if self._server_pid is not None else None
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(os.getpgid(pid), number)
+                os.killpg(pid, number)  # which it leads
 
     def seen(self, observation: Observation) -> Observation:
         """Return an observation as the agent is to have it."""
@@ -196,10 +206,20 @@ class _FaultyEngine:
         return returned
 
 
-def _continue_later(pid: int, seconds: float) -> None:
-    """Have another process continue this one, which can't do it itself."""
-    words = ["/bin/sh", "-c", f"sleep {seconds:g}; kill -CONT {pid}"]
-    subprocess.Popen(words, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+def _is_spent(fault: PlannedFault, state: AgentState) -> bool:
+    return 0 < fault.times <= state.faults.get(fault.name, 0)
+
+
+def stop_this_process(seconds: float) -> None:
+    """Stop this process. Another one continues it, and ends with it if it is killed meanwhile.
+
+    Args:
+        seconds: For how long.
+    """
+    words = ["/bin/sh", "-c", f"timeout {seconds:g} cat || kill -CONT {os.getpid()}"]
+    with subprocess.Popen(words, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as waker:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        waker.wait()  # with stdin open: its end means that this process is gone
 
 
 def _fill_disk(full: bool) -> None:
@@ -218,22 +238,35 @@ class _Relay:
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._passes = asyncio.Event()
         self._passes.set()
-        self._cut = False
+        self._cut, self._until_s = False, 0.0
         self._writers: set[asyncio.StreamWriter] = set()
         self._serving = asyncio.ensure_future(asyncio.start_server(self._connected, sock=self._listener))
+
+    def close(self) -> None:
+        if self._serving.done():
+            self._serving.result().close()
+        self._serving.cancel()
+        self._listener.close()
+        self._break_all()
+
+    def _break_all(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
 
     def disturb(self, how: str, seconds: float) -> None:
         """Break all connections and admit none, or hold everything back, for some seconds."""
         self._passes.clear()
         if how == "cut":
             self._cut = True
-            for writer in self._writers:
-                writer.transport.abort()
-        asyncio.get_running_loop().call_later(seconds, self._heal)
+            self._break_all()
+        loop = asyncio.get_running_loop()
+        self._until_s = max(self._until_s, loop.time() + seconds)
+        loop.call_at(self._until_s, self._heal, self._until_s)
 
-    def _heal(self) -> None:
-        self._cut = False
-        self._passes.set()
+    def _heal(self, until_s: float) -> None:
+        if until_s == self._until_s:  # none that lasts longer has begun
+            self._cut = False
+            self._passes.set()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._cut:
@@ -243,18 +276,16 @@ class _Relay:
         with contextlib.suppress(OSError):
             target_reader, target_writer = await asyncio.open_connection(*self._target)
             self._writers.add(target_writer)
-            with contextlib.suppress(OSError):
-                async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(self._pass_on(reader, target_writer))
-                    tasks.create_task(self._pass_on(target_reader, writer))
+            await asyncio.gather(self._pass_on(reader, target_writer), self._pass_on(target_reader, writer))
             self._writers.discard(target_writer)
         self._writers.discard(writer)
         writer.close()
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Copy one direction until it ends, or until it is cut."""
-        while data := await reader.read(65_536):
-            await self._passes.wait()
-            writer.write(data)
-            await writer.drain()
+        """Copy one direction until it ends, or until it is cut. The other one ends with it."""
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65_536):
+                await self._passes.wait()
+                writer.write(data)
+                await writer.drain()
         writer.close()

@@ -168,8 +168,8 @@ class Bus(BusLoop):
         )
         with self._numbering:
             ticket.adapter = adapter.name if adapter is not None else ""
-            ticket.version = version or self._next_version(ticket.adapter, source)
-            if ticket.version <= VERSION_MAX:  # beyond, only the run itself may count on
+            ticket.version = self._next_version(ticket.adapter, source) if version is None else version
+            if version is None and ticket.version <= VERSION_MAX:  # beyond, only the run itself may count on
                 order = replace(order, version=ticket.version)
             self._hand_over(order, ticket, advice=advice)
         return ticket

@@ -102,7 +102,7 @@ class BusLoop:
         self._flush_us: int | None = None
         self._deadline: tuple[CoordinatorState, int | None] | None = None  # what the newest state asked for
         self._timer = Timer(self._on_time)
-        self.clock = TurnClock(log.path, config, self.now_us)
+        self.clock = TurnClock(log.path, config, self.now_us, lambda: log.copy_behind)
         self.held_up = HeldUp(self.clock, self._arrived, lambda: self.router, self.status, self._framed, self.callers)
         self._changed: anyio.Event | None = None  # while a state is waited for
 

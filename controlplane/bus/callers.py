@@ -141,9 +141,9 @@ class Callers:
 
     An operator's sync becomes an order once a thread has looked at its checkpoint: the bus does not wait for it.
 
-    `new_ticket`, `add`, `queue`, `withdraw` and `expire` may be called from any thread, everything
-    else in the loop of the bus. An order is taken by a turn or withdrawn by another thread, never both: so a caller
-    that gets an error knows whether anything was sent.
+    `new_ticket`, `add`, `queue`, `withdraw` and `expire` may be called from any thread, everything else in the loop of
+    the bus. An order is taken by a turn or withdrawn by another thread, never both: so a caller that gets an error
+    knows whether anything was sent.
 
     Args:
         limit: Tickets that may be open at once.

@@ -26,8 +26,8 @@ SAY_AGAIN_US: Final = 10_000_000
 class TurnClock:
     """The time of the turn under way, a lease at most. All but `begin` and `end` may be called from any thread."""
 
-    def __init__(self, log: Path, config: BusConfig, now_us: Callable[[], int]) -> None:
-        self._log, self._now_us = log, now_us
+    def __init__(self, log: Path, config: BusConfig, now_us: Callable[[], int], behind: Callable[[], str]) -> None:
+        self._log, self._now_us, self._copy_behind = log, now_us, behind
         self._lease_us, self._timeout_us = config.lease_ms * 1000, config.agent_timeout_ms * 1000
         self._since_us: int | None = None
         self._said_us = 0  # how long the turn had taken at the last warning
@@ -61,10 +61,8 @@ class TurnClock:
         took_us = self._took_us
         if took_us < HELD_UP_US:
             return ""
-        return (
-            f"the log {self._log} has taken no record for {took_us // 1_000_000} s: its disk hangs, or another program "
-            "keeps the file locked"
-        )
+        why = self._copy_behind() or "its disk hangs, or another program keeps the file locked"
+        return f"the log {self._log} has taken no record for {took_us // 1_000_000} s: {why}"
 
     def explain(self, fault: BusFaulted | None) -> str:
         """Return why the fleet may be another by now than is known, or gets no commands; empty if nothing is wrong."""

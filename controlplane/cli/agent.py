@@ -397,7 +397,7 @@ def _faults(
     from schemas.fault_plan import parse_plan
     from workers.faults import FaultInjector
 
-    return FaultInjector(parse_plan(plan.read_text(), str(plan)), identity, server_pid)
+    return FaultInjector(parse_plan(plan.read_text("utf-8"), str(plan)), identity, server_pid)
 
 
 def _launched(

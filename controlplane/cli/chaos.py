@@ -1,8 +1,11 @@
 """`rolloutctl chaos`: a game day on a staging fleet: what a plan of faults will do, and a verdict on what it did."""
 
+import os
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -45,7 +48,7 @@ def chaos() -> None:
 @_plan
 def explain(plan: Path) -> None:
     """Print when each fault of PLAN happens, where, and how often; then what each kind of fault does."""
-    read = parse_plan(plan.read_text(), str(plan))
+    read = parse_plan(plan.read_text("utf-8"), str(plan))
     for fault in read.fault:
         click.echo(one_line(described(read, fault)))
     for what in dict.fromkeys(fault.what for fault in read.fault):
@@ -69,18 +72,21 @@ def explain(plan: Path) -> None:
 def run(plan: Path, log: Path, for_s: float | None, as_json: bool, command: Sequence[str]) -> None:
     """Watch the run that writes the log, until its bus closes, and print what each fault of PLAN did to the fleet.
 
-    With a trainer's command after `--`, start that trainer, and carry out the faults that kill it. The exit code is 1
-    if a promise broke (`rolloutctl log verify` names it), or if the fleet was not whole at the end.
+    With a trainer's command after `--`, start that trainer, carry out the faults that kill it, and let it finish. The
+    log must not be there yet. The exit code is 1 if a promise broke (`rolloutctl log verify` names it), or if the fleet
+    was not whole at the end.
 
     \b
       rolloutctl chaos run plan.toml --log run.db
       rolloutctl chaos run plan.toml --log run.db -- python trainer.py
     """
-    read = parse_plan(plan.read_text(), str(plan))
+    read = parse_plan(plan.read_text("utf-8"), str(plan))
     ended, kills = threading.Event(), [fault for fault in read.fault if fault.what == "kill_trainer"]
     if kills and not command:
         text = f"rolloutctl: {plan} kills the trainer, which is not done here: its command is not given after `--`."
         click.echo(one_line(text), err=True)
+    if command and log.exists():
+        raise ConfigError(f"{log} is there already: move it away, or name another log for the trainer that starts now")
     if for_s is not None:
         timer = threading.Timer(for_s, ended.set)
         timer.daemon = True
@@ -90,8 +96,11 @@ def run(plan: Path, log: Path, for_s: float | None, as_json: bool, command: Sequ
             for fault in _due(kills if command else [], entry):
                 kills.remove(fault)
                 trainer.kill_later(fault)
+        if command:
+            ended.wait()  # a trainer may save its model after it has closed the bus
     report = collect(RunLog.walk(log))
     lines, good = verdict(read, report)
+    lines[:0] = [f"{fault.name}: never happened" for fault in kills if command]
     if not good:
         note_problem()
     if as_json:
@@ -139,7 +148,7 @@ class _Trainer:
     def __init__(self, command: Sequence[str], ended: threading.Event) -> None:
         self._command, self._ended = command, ended
         self._killed: PlannedFault | None = None
-        self._leaving = threading.Event()
+        self._leaving, self._starting = threading.Event(), threading.Lock()
 
     def __enter__(self) -> Self:
         if self._command:
@@ -151,9 +160,10 @@ class _Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leaving.set()
+        with self._starting:
+            self._leaving.set()
         if self._command:
-            self._process.terminate()
+            self._signal(signal.SIGTERM)
             self._keeper.join()
 
     def kill_later(self, fault: PlannedFault) -> None:
@@ -163,24 +173,35 @@ class _Trainer:
         timer.start()
 
     def _kill(self, fault: PlannedFault) -> None:
-        logger.warning("fault %r on purpose: the trainer is killed", fault.name)
-        self._killed = fault
-        self._process.kill()
+        if self._process.poll() is None:
+            logger.warning("fault %r on purpose: the trainer is killed", fault.name)
+            self._killed = fault
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        """Signal the trainer and all that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def _keep(self) -> None:
         """Start it again after each kill, until it ends by itself."""
-        while True:
-            code = self._process.wait()
-            fault, self._killed = self._killed, None
-            if fault is None or self._leaving.wait(fault.seconds):
-                break
-            self._process = self._started()
-        if code and not self._leaving.is_set():
-            logger.warning("the trainer ended with exit code %d", code)
-        self._ended.set()
+        try:
+            while True:
+                code = self._process.wait()
+                fault, self._killed = self._killed, None
+                if fault is None or self._leaving.wait(fault.seconds):
+                    break
+                with self._starting:
+                    if self._leaving.is_set():
+                        break
+                    self._process = self._started()
+            if code and not self._leaving.is_set():
+                logger.warning("the trainer ended with exit code %d", code)
+        finally:
+            self._ended.set()
 
     def _started(self) -> subprocess.Popen[bytes]:
         try:
-            return subprocess.Popen(self._command)
+            return subprocess.Popen(self._command, start_new_session=True)
         except OSError as error:
             raise ConfigError(f"the trainer {self._command[0]!r} can't be started: {error.strerror}") from error

@@ -26,7 +26,7 @@ from typing import Final, Self
 from msgspec import MsgspecError, Struct, convert
 
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
-from controlplane.machine.events import AnswersReceived, CoordinatorEffect, CoordinatorEvent, Publish
+from controlplane.machine.events import AnswersReceived, CoordinatorEffect, CoordinatorEvent, Publish, Retired
 from controlplane.record.archive import open_records, rename_previous_log
 from controlplane.record.bodies import (
     STATE,
@@ -98,7 +98,7 @@ class RunLog:
         self._holes: dict[tuple[str, str], int] = {}  # by agent and journal: first number of a batch after a hole
         self._unmarked_records = self._unmarked_bytes = self._mark_bytes = 0  # since the newest mark; of that mark
         self._copy: RecordCopy | None = None
-        self._publishes = False  # since the last commit
+        self._tells_others = False  # of commands or retired places, since the last commit
 
     @classmethod
     def open(
@@ -270,6 +270,11 @@ class RunLog:
         """Whether all that was appended is in the file, and in its copy: an agent may forget its decisions then."""
         return not self._file.pending and (self._copy is None or self._copy.copied >= self._file.committed)
 
+    @property
+    def copy_behind(self) -> str:
+        """Why a commit waits for the copy of the log; empty if none does. In any thread."""
+        return self._copy.behind if self._copy is not None else ""
+
     def append(
         self,
         event: CoordinatorEvent,
@@ -280,7 +285,7 @@ class RunLog:
         """Append one decision of the coordinator, and a mark of the state if one is due. `commit` writes both."""
         self._append(str(event.__struct_config__.tag), "", at_ns, decision_body(event, effects))
         if self._copy is not None:
-            self._publishes |= any(isinstance(effect, Publish) for effect in effects)
+            self._tells_others |= any(isinstance(effect, Publish | Retired) for effect in effects)
         if isinstance(event, AnswersReceived):
             self._unmarked_records += len(event.answers)
         if state is not None and self._mark_due():
@@ -328,12 +333,12 @@ class RunLog:
         """Write what was appended, as one group. Raises LogLocked, LogFull or LogError, as `RecordFile.commit`.
 
         A command is published only once the copy of the log has it too, so no agent knows of one that a bus which goes
-        on from the copy does not.
+        on from the copy does not. Nor is any caller told of a place that it would not know to be retired.
         """
         position = self._file.commit()
-        if self._publishes and self._copy is not None:
+        if self._tells_others and self._copy is not None:
             self._copy.wait(position)
-        self._publishes = False
+        self._tells_others = False
 
     def check_copy(self) -> None:
         """Raise LogError if a bus elsewhere goes on with this run, from the copy of the log."""

@@ -158,8 +158,10 @@ class CheckpointSync:
         return folder
 
     def _delete_unneeded(self) -> None:
-        needed = {self._root / path for path in self._plane.needed_checkpoints()}
-        for folder, ticket in list(self._written.items())[: -self._keep]:
-            if folder not in needed and (ticket is None or ticket.done):
+        older = list(self._written.items())[: -self._keep]
+        ended = [folder for folder, ticket in older if ticket is None or ticket.done]
+        needed = {self._root / path for path in self._plane.needed_checkpoints()}  # after all those have ended
+        for folder in ended:
+            if folder not in needed:
                 shutil.rmtree(folder, ignore_errors=True)
                 del self._written[folder]

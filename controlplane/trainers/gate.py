@@ -86,7 +86,7 @@ class GatedRollouts:
             reason = next(verdict.reason for verdict in verdicts if not verdict)
             logger.warning("%d of %d samples are refused: %s", len(open_), len(judged), reason)
         raise EngineError(
-            f"of {len(open_)} of {len(prompts)} prompts, {self.attempts} samples each were refused: {reason}. "
+            f"{len(open_)} of {len(prompts)} prompts got no accepted sample in {self.attempts} attempts: {reason}. "
             f"`rolloutctl status` shows what the replicas serve"
         )
 

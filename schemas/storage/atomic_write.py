@@ -29,7 +29,7 @@ def atomic_write(out: Path, force: bool) -> Iterator[IO[bytes]]:
     """
     draft = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:
-        with open(draft, "xb", opener=_private) as file:
+        with open(draft, "xb", opener=private) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -41,7 +41,8 @@ def atomic_write(out: Path, force: bool) -> Iterator[IO[bytes]]:
         draft.unlink(missing_ok=True)
 
 
-def _private(path: str, flags: int) -> int:
+def private(path: str, flags: int) -> int:
+    """Open a file that, if it is new, is its owner's alone. The `opener` of `open`."""
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 

@@ -6,7 +6,8 @@
 Theory of operation.
 
 - Each writer is a *life* with a number. It claims the number by creating a file that must not exist, names itself in
-  `writer`, and only then reads what the lives before it copied. A life looks into `writer` after each group that it
+  `writer`, and only then reads what the lives before it copied. It gives up if there is a later number by then, so
+  names follow each other as numbers do. A life looks into `writer` after each group that it
   flushed, and before anything that depends on it happens. So either it finds that it has a successor, or the successor
   finds the group: nothing that a dead writer let others see is missing, however it died.
 - Nothing is locked: network file systems keep the locks of a dead machine for minutes or for ever, or have none. A
@@ -32,7 +33,7 @@ from msgspec import MsgspecError, msgpack
 
 from schemas.errors import LogCorrupt, LogError, LogLocked
 from schemas.logs import logger_of
-from schemas.storage.atomic_write import atomic_write
+from schemas.storage.atomic_write import atomic_write, private
 from schemas.storage.record_file import MarkRow, RecordFile
 from schemas.storage.records import MARK, RecordReader, Row, checksum
 
@@ -59,8 +60,9 @@ class RecordCopy:
     Called by the writer's thread; the attributes may be read by any.
 
     Attributes:
+        header: Of the file that was copied, after `restore`; empty if nothing was.
         copied: Position of the last record that the copy has.
-        fault: Why nothing is copied any more: another writer goes on.
+        fault: Why nothing is copied any more, as when another writer goes on.
     """
 
     def __init__(self, folder: Path, life: int) -> None:
@@ -70,7 +72,7 @@ class RecordCopy:
         self._parts = itertools.count(1)
         self._part: IO[bytes] | None = None
         self._starts: list[tuple[Path, int]] = []  # files that are read, each with its first position; the oldest first
-        self._header: dict[str, str] = {}
+        self.header: dict[str, str] = {}
         self._appended = self._wanted = self._marked = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -85,14 +87,17 @@ class RecordCopy:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _require_unwritten(folder)
-            life = 1 + max((int(name[1]) for name in _names(folder)), default=0)
+            life = 1 + _newest_life(folder)
             copy = cls(folder, life)
             copy._create(0).close()
             _write(folder / "writer", copy._me)
+            overtaken = _newest_life(folder) > life  # whose name may be lost: neither of them goes on then
         except FileExistsError:
-            raise LogLocked(f"{folder}: another program has begun to write this copy of a log at this moment") from None
+            overtaken = True
         except OSError as error:
             raise _out_of_reach(folder, error) from error
+        if overtaken:
+            raise LogLocked(f"{folder}: another program has begun to write this copy of a log at this moment")
         return copy
 
     def restore(self, path: Path) -> bool:
@@ -108,31 +113,29 @@ class RecordCopy:
                 return _holds(path, last)
             draft = path.with_name(f".{path.name}.{self._life}")
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with RecordFile.open(draft, self._header) as file:
-                for rows, marks in self._groups():
-                    file.take_over(rows, marks)
-                    file.commit()
-            os.replace(draft, path)
+            try:
+                with RecordFile.open(draft, self.header) as file:
+                    for rows, marks in self._groups():
+                        file.take_over(rows, marks)
+                        file.commit()
+                os.replace(draft, path)
+            finally:
+                draft.unlink(missing_ok=True)
         except OSError as error:
             raise _out_of_reach(self._folder, error) from error
         logger.info("%s was written from its copy in %s, up to record %d", path, self._folder, last[0])
         return True
 
-    @property
-    def header(self) -> Mapping[str, str]:
-        """Header of the file that was copied, after `restore`; empty if nothing was."""
-        return self._header
-
     def start(self, path: Path, header: Mapping[str, str]) -> None:
         """Begin to copy the file at `path`, which has all that was copied so far."""
-        self._header = dict(header)
+        self.header = dict(header)
         self._thread = threading.Thread(target=self._run, args=(path,), name="rolloutctl-log-copy", daemon=True)
         self._thread.start()
 
     def wait(self, position: int) -> None:
         """Return when the copy has all records up to a position. Raises LogLocked after a while: call it again.
 
-        Raises LogError once another writer goes on.
+        Raises LogError once nothing is copied any more.
         """
         with self._changed:
             self._wanted = max(self._wanted, position)
@@ -140,10 +143,17 @@ class RecordCopy:
             self._changed.wait_for(lambda: self.copied >= position or self.fault, WAIT_S)
             self.check()
             if self.copied < position:
-                raise LogLocked(f"{self._folder}: the copy of the log is behind ({self._trouble or 'it takes long'})")
+                raise LogLocked(self.behind)
+
+    @property
+    def behind(self) -> str:
+        """What a caller of `wait` waits for; empty if there is none."""
+        if not self._is_wanted:
+            return ""
+        return f"{self._folder}: the copy of the log is behind ({self._trouble or 'its folder does not answer'})"
 
     def check(self) -> None:
-        """Raise LogError once another writer goes on."""
+        """Raise LogError once nothing is copied any more, as when another writer goes on."""
         if self.fault:
             raise LogError(f"{self._folder}: {self.fault}")
 
@@ -170,7 +180,7 @@ class RecordCopy:
         last, self._starts = None, []
         for name in sorted(match[0] for match in _names(self._folder)):
             if (header := next(_rows(self._folder / name), None)) is not None:  # else its life copied nothing
-                self._header = msgpack.decode(header[5], type=dict[str, str])
+                self.header = msgpack.decode(header[5], type=dict[str, str])
                 self._starts.append((self._folder / name, header[0]))
         for rows, marks in self._groups():
             last = rows[-1] if rows else last
@@ -212,11 +222,15 @@ class RecordCopy:
                             os.utime(self._folder / "writer")
                             touched_s = time.monotonic()
                         self._note(self._appended, "")
+                        self._delete_dropped(reader.first_position)
                     except (OSError, LogLocked) as error:
                         self._end_part()
+                        self._marked = min(self._marked, self.copied)  # later ones go into the next file too
                         self._note(self.copied, getattr(error, "strerror", None) or str(error))
-        except LogError as error:
-            self.fault = str(error)
+        except Exception as error:  # whatever it is: nothing may wait for a thread that has ended
+            if not isinstance(error, LogError):
+                logger.exception("a fault of rolloutctl ended the copying of the log to %s", self._folder)
+            self.fault = str(error) if isinstance(error, LogError) else repr(error)
             with self._changed:
                 self._changed.notify_all()
         finally:
@@ -227,11 +241,12 @@ class RecordCopy:
         return self._wanted > self.copied
 
     def _copy(self, reader: RecordReader) -> bool:
-        """Append what the copy lacks, flush it, and delete what the file has dropped. Returns whether it lacked any."""
+        """Append what the copy lacks, and flush it. Returns whether it lacked any."""
         self._appended, marked = self.copied, self._marked
         for record in reader.records(self.copied + 1):
             if self._appended and record.position != self._appended + 1:
-                raise LogError(f"the log has dropped records from {self._appended + 1} on before they were copied")
+                dropped = f"the log has dropped records from {self._appended + 1} on before they were copied"
+                raise LogError(f"{dropped}: name another folder for its copy")
             self._append((record.position, record.at_ns, record.kind, record.agent, record.body))
             self._appended = record.position
         for position in reader.mark_positions():
@@ -243,10 +258,14 @@ class RecordCopy:
             return False
         _flush(self._part)
         self._marked = marked
-        first = reader.first_position
-        while len(self._starts) > 1 and self._starts[1][1] <= first:
-            self._starts.pop(0)[0].unlink(missing_ok=True)
         return True
+
+    def _delete_dropped(self, first: int) -> None:
+        """Delete files with nothing in them that the log keeps: neither records nor the mark that it begins with."""
+        with suppress(OSError):  # the next round tries again: a later file must not go before
+            while len(self._starts) > 1 and self._starts[1][1] < first:
+                self._starts[0][0].unlink(missing_ok=True)
+                del self._starts[0]
 
     def _append(self, record: tuple[int, int, str, str, bytes]) -> None:
         if self._part is not None and self._part.tell() > PART_BYTES:
@@ -256,11 +275,11 @@ class RecordCopy:
             self._part = self._create(next(self._parts))
             start = self._appended + 1 if self._appended else record[0]
             self._starts.append((Path(self._part.name), start))
-            self._part.write(_frame(start, 0, HEADER, "", msgpack.encode(self._header)))
+            self._part.write(_frame(start, 0, HEADER, "", msgpack.encode(self.header)))
         self._part.write(_frame(*record))
 
     def _create(self, part: int) -> IO[bytes]:
-        return open(self._folder / f"{self._life:08}-{part:08}.records", "xb", opener=_private)
+        return open(self._folder / f"{self._life:08}-{part:08}.records", "xb", opener=private)
 
     def _end_part(self) -> None:
         """Go on in another file: this one may end with half a frame."""
@@ -289,10 +308,16 @@ def has_copy(folder: Path) -> bool:
 
 
 def put_aside(folder: Path) -> None:
-    """Give the folder of a copy another name, which ends with this moment. Raises LogLocked while a writer lives."""
-    _require_unwritten(folder)
+    """Give the folder of a copy another name, which ends with this moment.
+
+    Raises LogLocked while a writer lives, or LogError.
+    """
     aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
-    folder.rename(aside)
+    try:
+        _require_unwritten(folder)
+        folder.rename(aside)
+    except OSError as error:
+        raise _out_of_reach(folder, error) from error
     logger.info("the copy of the log of the earlier run is now %s", aside)
 
 
@@ -322,15 +347,20 @@ def _look(writer: Path) -> tuple[str, int] | None:
 
 
 def _holds(path: Path, last: Row) -> bool:
-    """Whether a record file has just this record."""
+    """Whether a record file has just this record, or only later ones."""
     with suppress(LogError), RecordReader.open(path) as reader:
         for record in reader.records(last[0]):
-            return checksum(record.position, record.at_ns, record.kind, record.agent, record.body) == last[4]
+            found = checksum(record.position, record.at_ns, record.kind, record.agent, record.body)
+            return found == last[4] or record.position > last[0]
     return False
 
 
 def _names(folder: Path) -> Iterator[re.Match[str]]:
     return filter(None, map(_NAME.fullmatch, os.listdir(folder)))
+
+
+def _newest_life(folder: Path) -> int:
+    return max((int(name[1]) for name in _names(folder)), default=0)
 
 
 def _rows(path: Path) -> Iterator[Row]:
@@ -361,10 +391,6 @@ def _flush(file: IO[bytes]) -> None:
 def _write(path: Path, text: str) -> None:
     with atomic_write(path, force=True) as file:
         file.write(text.encode())
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def _out_of_reach(folder: Path, error: OSError) -> LogError:

@@ -95,7 +95,12 @@ class DialledSocket(AsyncZmqSocket):
         return None
 
     def redial(self, keys: Credentials | None) -> None:
-        """Give up the connection, and dial again with these keys. What was queued for it is lost."""
+        """Give up the connection, and dial again with these keys. What was queued for it is lost.
+
+        Raises ClosedResourceError.
+        """
+        if self._closed:
+            raise anyio.ClosedResourceError
         with contextlib.suppress(zmq.ZMQError):  # libzmq has given it up already
             self._sock.disconnect(self.address)
         self._keys = keys

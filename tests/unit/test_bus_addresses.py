@@ -3,14 +3,18 @@
 import socket
 from pathlib import Path
 
+import anyio
 import pytest
+from anyio.abc import SocketAttribute, SocketStream
 
 from controlplane import BusConfig, ControlPlane
+from controlplane.bus.key_folder import KeyFolder
 from controlplane.bus.operator import ask_status
 from schemas.errors import BusAddressError, BusUnreachable
 from schemas.transport.addresses import NOWHERE, read_address, write_address
+from tests.attacks.keyed_bus import agent_of, bus_of, reach
 from tests.timeline.real_run import PLACES, QUICK, agents
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 from workers.state_folder import state_folder
 
 pytestmark = pytest.mark.anyio
@@ -62,3 +66,29 @@ def test_agents_that_start_before_their_bus_find_it_by_the_file_and_so_they_do_w
             with plane("run.db") as bus:
                 bus.wait_for_agents(len(PLACES), timeout=60).wait()
                 assert read_address(str(tmp_path / "bus")) == bus.address
+
+
+async def test_an_agent_that_is_refused_where_its_bus_was_follows_the_file(
+    tmp_path: Path, folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits, before it dials again where it was refused, when the file names another bus."""
+    monkeypatch.setattr("workers.link.connection.REREAD_S", 0.05)
+    monkeypatch.setattr("workers.link.connection.jittered_s", lambda *_: 0.5)
+    key = folder.add("fleet", "agent", ())
+    hung_up = anyio.Event()
+
+    async def hang_up(stream: SocketStream) -> None:
+        async with stream:
+            await stream.receive()
+        hung_up.set()
+
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, hang_up)
+        write_address(tmp_path / "bus", f"tcp://127.0.0.1:{listener.extra(SocketAttribute.local_port)}")
+        async with bus_of(folder, tmp_path) as bus, agent_of(str(tmp_path / "bus"), key, tmp_path) as (_, errors):
+            await hung_up.wait()
+            write_address(tmp_path / "bus", reach(bus))
+            await until(lambda: bool(errors or bus.state.members), 20)
+            await anyio.sleep(1)
+            assert not errors and bus.state.members["0.0"].state == "live"
+        tasks.cancel_scope.cancel()

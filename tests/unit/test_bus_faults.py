@@ -203,7 +203,7 @@ def test_a_log_that_stays_locked_for_a_lease_ends_the_bus(tmp_path: Path) -> Non
 
 def test_a_bus_that_has_stopped_is_not_said_to_go_on(caplog: pytest.LogCaptureFixture) -> None:
     moments, callers = [0], Callers(16, lambda *_: None)
-    clock = TurnClock(Path("run.db"), SHORT, lambda: moments[-1])
+    clock = TurnClock(Path("run.db"), SHORT, lambda: moments[-1], str)
     clock.begin()
     for at_us in (1_500_000, 3_000_000):
         moments.append(at_us)

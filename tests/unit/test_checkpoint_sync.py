@@ -10,6 +10,7 @@ import torch
 from msgspec import structs
 
 from controlplane import ControlPlane
+from controlplane.tickets import Ticket
 from controlplane.trainers.checkpoints import CheckpointSync
 from schemas.errors import AgentsMissing, CheckpointError, CommandFailed, ConfigError, SyncInProgress
 from schemas.reports import SyncReport
@@ -120,6 +121,23 @@ def test_a_trainer_that_does_not_wait_knows_the_version_at_once(plane: ControlPl
     assert sorted(path.name for path in plane.checkpoints.iterdir()) == ["step_3", "step_4"]
 
 
+def test_a_checkpoint_that_is_committed_while_older_ones_are_deleted_stays(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, queued = CheckpointSync(plane, keep=1), Ticket[SyncReport](1)
+
+    def before_a_turn_took_it() -> frozenset[str]:
+        queued.resolve(report)
+        return frozenset()
+
+    report = sync.publish("step_1", weights(1))
+    monkeypatch.setattr(sync, "_begin", lambda folder: sync._written.setdefault(folder, queued))
+    sync._written[plane.checkpoints / "step_1"] = queued
+    monkeypatch.setattr(plane, "needed_checkpoints", before_a_turn_took_it)
+    sync.begin("step_2", weights(2))
+    assert (plane.checkpoints / "step_1").exists()
+
+
 def test_a_checkpoint_that_was_not_written_is_published_to_no_agent(plane: ControlPlane) -> None:
     def full(folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half of it")
@@ -174,6 +192,7 @@ def test_versions_of_an_adapter_have_paths_of_their_own_and_go_when_no_replica_h
     assert (held.version, held.model, held.replicas) == (4, "policy-v4", (0, 1))
     assert held.path.startswith("policy-step_3-") and plane.serving() == {0: 0, 1: 0}
     wait_until(lambda: plane.needed_checkpoints() == {held.path})
+    assert plane.oldest_adapter("policy") == 4
     last = sync.publish("step_1", adapter(4))
     paths = [plane.adapters()["policy"].path, held.path]
     assert last.version == 5 and sorted(path.name for path in plane.checkpoints.iterdir()) == sorted(paths)

@@ -63,7 +63,7 @@ def test_a_decision_is_a_snapshot_a_phase_or_a_call() -> None:
 def test_each_agent_finds_its_own_faults() -> None:
     plan = planned(
         "name='a'\nwhat='kill_agent'---name='b'\nwhat='kill_agent'\nreplicas=[1]---"
-        "name='c'\nwhat='kill_agent'\nnode=1---name='d'\nwhat='kill_trainer'\nseconds=1"
+        "name='c'\nwhat='kill_agent'\nnode=1---name='d'\nwhat='kill_trainer'\nseconds=1\nversion=1"
     )
 
     def names(replica: int, node: int = 0) -> list[str]:
@@ -104,6 +104,10 @@ def test_the_seed_picks_replicas_and_chances_and_the_same_seed_the_same() -> Non
         ("name='a'\nwhat='kill_agent'---name='a'\nwhat='kill_agent'", "another fault has this name"),
         ("name='a'\nwhat='kill_agent'\nconnection='control'", "connection has no effect"),
         ("name='a'\nwhat='kill_trainer'\nseconds=1\nreplicas=[1]", "the trainer has no replicas"),
+        ("name='a'\nwhat='kill_trainer'\nseconds=1", "say a version or a phase"),
+        ("name='a'\nwhat='kill_trainer'\nseconds=1\nversion=1\nrate=0.5", "the trainer is killed once"),
+        ("name='a'\nwhat='kill_trainer'\nseconds=1\nversion=1\ntimes=0", "the trainer is killed once"),
+        ("name='a'\nwhat='slow'\nseconds=1\nafter_s=2", "after_s has no effect on 'slow'"),
         ("name='a'\nwhat='refuse'\nrate=0.0", "rate is 0.0: allowed is a number above 0, at most 1"),
         ("name=", "the plan is not TOML"),
     ],

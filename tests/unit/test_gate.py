@@ -90,7 +90,7 @@ def test_what_is_always_refused_ends_the_training_with_the_reason(plane: Control
     with Server(p2=["17"]) as server, pytest.raises(EngineError) as told:
         generate(plane, server, Gate(attempts=4))
     assert str(told.value).startswith(
-        "of 1 of 3 prompts, 4 samples each were refused: it has tokens of weights that were not proven: 0-2 '17' "
+        "1 of 3 prompts got no accepted sample in 4 attempts: it has tokens of weights that were not proven: 0-2 '17' "
     )
     assert server.asked["p2"] == 4 and counted(plane) == (2, 4)
 

@@ -2,19 +2,20 @@
 
 import os
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
 from controlplane import BusConfig, ControlPlane
 from controlplane.machine.coordinator import CoordinatorState, decide
-from controlplane.machine.events import CoordinatorEvent, Issued
+from controlplane.machine.events import CoordinatorEvent, Issued, Retired
 from controlplane.record.log import RunLog
 from schemas.commands import EngineCommand, Target
-from schemas.errors import BusAddressError, BusFaulted, ConfigError, LogCorrupt, LogError, LogLocked
+from schemas.errors import BusAddressError, BusFaulted, ConfigError, LogCorrupt, LogError, LogFull, LogLocked
 from schemas.storage import record_copy
 from schemas.storage.record_copy import RecordCopy
+from schemas.storage.record_file import RecordFile
 from tests.unit.test_run_log import batch, events
 from tests.waiting import wait_until
 
@@ -186,6 +187,26 @@ def test_a_log_on_this_machine_that_has_more_than_the_copy_is_continued(here: Ma
         assert log.state == state
 
 
+def test_a_log_that_went_on_without_the_copy_and_has_dropped_its_end_is_not_put_aside(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controlplane.record.log.MARK_SHARE", 0)
+    monkeypatch.setattr("controlplane.record.log.MARK_RECORDS", 1)
+    with here.open("r") as log:
+        decided(log, log.state, OPENED)
+    with RunLog.open(here.path, age_max_s=60) as without:
+        state = decided(without, without.state, OPENED)
+        for number in range(4):
+            state, effects = decide(state, FLUSH)
+            without.append(FLUSH, effects, number * 10**11, state)
+            without.commit()
+        assert without._file.first_position > 2
+    with pytest.raises(LogError, match="has dropped records from 2 on before they were copied.*name another folder"):
+        here.open()
+    with RunLog.open(here.path) as without:
+        assert without.state == state
+
+
 def test_the_copy_of_another_run_is_no_copy(here: Machine, there: Machine) -> None:
     with here.open("r") as log:
         decided(log, log.state, OPENED)
@@ -326,3 +347,162 @@ def test_a_group_that_fills_several_files_is_flushed_in_each_of_them(
         parts = [part.stat() for part in here.copy.glob("*.records")]
         assert len(parts) > 5
         assert {part.st_ino for part in parts if part.st_size} <= flushed
+
+
+def test_of_two_that_begin_at_the_same_moment_no_earlier_one_goes_on(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, later = record_copy._write, list[RecordCopy]()
+
+    def overtaken(path: Path, text: str) -> None:
+        if not later:
+            monkeypatch.setattr(record_copy, "_write", real)
+            later.append(RecordCopy.claim(here.copy))
+        real(path, text)
+
+    monkeypatch.setattr(record_copy, "_write", overtaken)
+    with pytest.raises(LogLocked, match="another program has begun to write this copy"):
+        RecordCopy.claim(here.copy)
+
+
+def test_a_mark_whose_records_are_in_the_next_file_stays_with_them(
+    here: Machine, there: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controlplane.record.log.MARK_SHARE", 0)
+    monkeypatch.setattr("controlplane.record.log.MARK_RECORDS", 2)
+    log = here.open("r", age_max_s=60)
+    state = decided(log, log.state, OPENED)
+    monkeypatch.setattr(record_copy, "PART_BYTES", 1)  # so that each mark ends a file
+    for number in range(8):
+        state, effects = decide(state, FLUSH)
+        log.append(FLUSH, effects, number * 10**11, state)
+        log.commit()
+        wait_until(lambda: log.settled)
+    first, marks = log._file.first_position, log._file.mark_positions()
+    killed(log)
+    with there.open() as moved:
+        assert moved.state == state
+        assert 1 < moved._file.first_position <= first and set(marks) <= set(moved._file.mark_positions())
+
+
+def test_a_mark_is_copied_again_if_its_group_was_not_noted(
+    here: Machine, there: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controlplane.record.log.MARK_SHARE", 0)
+    monkeypatch.setattr("controlplane.record.log.MARK_RECORDS", 1)
+    log = here.open("r")
+    state = decided(log, log.state, OPENED)
+    real, failures = record_copy.RecordCopy._require_newest, iter([OSError(116, "Stale file handle")])
+
+    def stale(copy: RecordCopy) -> None:
+        for error in failures:
+            raise error
+        real(copy)
+
+    monkeypatch.setattr(record_copy.RecordCopy, "_require_newest", stale)
+    state, effects = decide(state, FLUSH)
+    log.append(FLUSH, effects, 1, state)
+    with suppress(LogLocked):
+        log.commit()
+    wait_until(lambda: log.settled)
+    marks = log._file.mark_positions()
+    killed(log)
+    with there.open() as moved:
+        assert marks and moved._file.mark_positions() == marks
+
+
+def test_a_file_that_can_not_be_deleted_leaves_no_hole(
+    here: Machine, there: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controlplane.record.log.MARK_SHARE", 0)
+    monkeypatch.setattr("controlplane.record.log.MARK_RECORDS", 1)
+    log = here.open("r", age_max_s=60)
+    state = decided(log, log.state, OPENED)
+    monkeypatch.setattr(record_copy, "PART_BYTES", 1)
+    real, failures = Path.unlink, iter([OSError(5, "Input/output error")])
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".records":
+            for error in failures:
+                raise error
+        real(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    for number in range(8):
+        state, effects = decide(state, FLUSH)
+        log.append(FLUSH, effects, number * 10**11, state)
+        log.commit()
+        wait_until(lambda: log.settled)
+    wait_until(lambda: next(failures, None) is None)
+    killed(log)
+    with there.open() as moved:
+        assert moved.state == state
+
+
+def test_a_status_says_that_the_folder_of_the_copy_is_what_a_command_waits_for(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        if threading.current_thread().name == "rolloutctl-log-copy":
+            raise OSError(28, "No space left on device")
+
+    config = BusConfig(log_copy=str(here.copy))
+    with ControlPlane("tcp://127.0.0.1:0", log=here.path, config=config) as plane:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            ticket = plane.flush()
+            wait_until(lambda: bool(plane.bus.clock.hold_up))
+            assert f"{here.copy}: the copy of the log is behind (No space left on device)" in plane.status().hold_up
+        assert ticket.wait(20).outcomes == ()
+
+
+def test_a_start_that_can_not_write_the_log_anew_leaves_nothing_of_it(
+    here: Machine, there: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with here.open("r") as log:
+        decided(log, log.state, OPENED)
+
+    def full(_: RecordFile) -> int:
+        raise LogFull("no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordFile, "commit", full)
+        with pytest.raises(LogFull):
+            there.open()
+    assert list(there.path.parent.iterdir()) == []
+
+
+def test_a_retired_place_is_told_to_none_before_the_copy_has_it(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_copy, "COPY_S", 3600)
+    with here.open("r") as log:
+        state = decided(log, log.state, OPENED)
+        log.append(FLUSH, (Retired(ticket=1, agents=()),), 1, state)
+        log.commit()
+        assert log.settled
+
+
+def test_a_copying_that_ends_by_a_fault_of_its_own_stops_the_bus(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> bool:
+        raise RuntimeError("a fault")
+
+    with here.open("r") as log:
+        state = decided(log, log.state, OPENED)
+        monkeypatch.setattr(RecordCopy, "_copy", broken)
+        with pytest.raises(LogError, match=r"RuntimeError\('a fault'\)"):
+            decided(log, state, FLUSH)
+
+
+def test_a_folder_that_can_not_be_put_aside_is_an_error_of_the_log(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with here.open("r") as log:
+        decided(log, log.state, OPENED)
+
+    def taken(*_: object) -> Path:
+        raise OSError(39, "Directory not empty")
+
+    monkeypatch.setattr(Path, "rename", taken)
+    with pytest.raises(LogError, match="the copy of the log in .* can't be read or written: Directory not empty"):
+        here.open("new")

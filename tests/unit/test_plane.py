@@ -370,3 +370,10 @@ def test_an_invalid_command_is_refused(plane: ControlPlane) -> None:
     with pytest.raises(errors.CommandError):
         plane.publish("flush")  # type: ignore[arg-type]
     assert plane.publish(FLUSH).wait().outcomes == ()
+
+
+def test_a_version_that_is_none_is_refused_and_not_counted_by_the_run(plane: ControlPlane, tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "one")
+    for version in (0, -1):
+        with pytest.raises(errors.CommandError, match="version"):
+            plane.sync_weights(version, source)

@@ -8,7 +8,7 @@ old one too, and then nothing has changed.
 import contextlib
 import random
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Literal
 
 import anyio
 from anyio import CancelScope, to_thread
@@ -33,6 +33,8 @@ REREAD_S: Final = 1.0
 BUSY_S: Final = 1.0
 """Time in which a bus that answers on a new connection would also answer on the old one."""
 
+Dialled = Callable[[str, Literal["control", "commands"]], str]
+"""Returns where to dial for an address of the bus: a relay, on a game day."""
 
 FIRST_WARNING_S: Final = 5.0
 NEXT_WARNING_S: Final = 30.0
@@ -73,9 +75,8 @@ class WaitWarning:
 class Connection:
     """One connection at a time. It is dialled when created; `run` serves it until cancelled.
 
-    `bus` is an address, or the path of a file that names it. `dialled` returns where to dial for an address: a relay,
-    on a game day. `question` returns the frames of a message that the bus answers. `replaced` is called when the bus
-    has to be told anew who is here. Raises BusAddressError.
+    `bus` is an address, or the path of a file that names it. `question` returns the frames of a message that the
+    bus answers. `replaced` is called when the bus has to be told anew who is here. Raises BusAddressError.
 
     Attributes:
         welcomed: The bus has welcomed the agent before. Until then there is none to lose, and `waiting` says so.
@@ -84,7 +85,7 @@ class Connection:
     def __init__(
         self,
         bus: str,
-        dialled: Callable[[str], str],
+        dialled: Dialled,
         agent: str,
         retry_ms: int,
         context: Context,
@@ -173,7 +174,7 @@ class Connection:
     def _dial(self, address: str, *, watched: bool = False) -> DialledSocket:
         # A bus on this machine seldom has keys: whether it wants one is found out when the agent dials a second time.
         watched = watched or self._keys is not None or not stays_here(address)
-        dialled = self._relayed(address)
+        dialled = self._relayed(address, "control")
         self._addresses[dialled] = address
         return agent_dealer(self._context, dialled, self.credentials(), watched=watched, probe=True)
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, assert_never
+from typing import Final, Literal, assert_never
 
 import anyio
 from anyio import CancelScope
@@ -37,7 +37,7 @@ from schemas.transport.addresses import NOWHERE
 from schemas.transport.async_socket import Sent
 from schemas.transport.keys import KeySource
 from schemas.transport.sockets import Context, agent_subscriber
-from workers.link.connection import PAUSE_MS_MAX, Connection, WaitWarning, jittered_s
+from workers.link.connection import PAUSE_MS_MAX, Connection, Dialled, WaitWarning, jittered_s
 from workers.link.frames import (
     publish_address,
     read_control,
@@ -93,6 +93,11 @@ class _Session:
     repeated: int = 0
 
 
+def as_it_is(address: str, connection: Literal["control", "commands"]) -> str:
+    """Dial the bus itself."""
+    return address
+
+
 class Link:
     """One connection of one incarnation. It dials when created; `run` serves it until cancelled.
 
@@ -112,7 +117,7 @@ class Link:
         wake_at: Callable[[int], None],
         wall_ns: Callable[[], int],
         keys: KeySource | None = None,
-        dialled: Callable[[str], str] = str,
+        dialled: Dialled = as_it_is,
         endpoint: str = "",
     ) -> None:
         self._bus, self._config, self._context, self._dialled = bus, config, context, dialled
@@ -310,7 +315,7 @@ class Link:
         """Read the publish socket, over one connection after the other."""
         topics = (wire.TOPIC_COMMAND, wire.TOPIC_HEAD)
         while True:
-            dialled, credentials = self._dialled(address), self._connection.credentials()
+            dialled, credentials = self._dialled(address, "commands"), self._connection.credentials()
             async with (
                 agent_subscriber(self._context, dialled, topics, credentials) as subscriber,
                 anyio.create_task_group() as tasks,
