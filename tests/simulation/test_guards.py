@@ -174,12 +174,6 @@ GUARDS = {
         'return "proven"',
         26,
     ),
-    "ready with adapters": Guard(
-        "workers/machine/readiness.py",
-        "if not state.suppressed.adapters.issuperset(lacking):",
-        "if False:",
-        386,
-    ),
 }
 
 
