@@ -21,7 +21,7 @@ from controlplane.report.collect import collect
 from controlplane.report.verdict import verdict
 from schemas.commands import WeightSync
 from schemas.config import TIMEOUT_MAX_S
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, LogError
 from schemas.fault_plan import MEANINGS, Occasion, PlannedFault, described, is_due, parse_plan
 from schemas.formatting import json_text, one_line
 from schemas.logs import logger_of
@@ -31,6 +31,8 @@ logger = logger_of("chaos")
 
 LOOK_S: Final = 0.2
 """Between two looks at the log."""
+LOOKS_MAX: Final = 50
+"""Looks at a file that is no log, before it is taken for another one's: a bus is still writing its beginning."""
 
 _plan = click.argument("plan", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 
@@ -124,12 +126,25 @@ def _watched(log: Path, ended: threading.Event) -> Iterator[LogEntry]:
         if ended.wait(LOOK_S):
             raise _Over
 
+    looks = 0
     try:
-        while not log.exists() or not log.stat().st_size:
+        while not _is_a_log(log):
+            looks += log.exists()
+            if looks > LOOKS_MAX:
+                RunLog.header(log)  # raises
             wait()
         yield from follow(log, 1, wait)
     except _Over:
         return
+
+
+def _is_a_log(file: Path) -> bool:
+    """Whether a bus has written the beginning of its log."""
+    try:
+        RunLog.header(file)
+    except LogError:
+        return False
+    return True
 
 
 def _due(kills: Sequence[PlannedFault], entry: LogEntry) -> Iterator[PlannedFault]:

@@ -1,11 +1,15 @@
 """The trainer that `rolloutctl chaos run` starts: it is let finish, and what it started ends with it."""
 
+import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from controlplane.cli import chaos
+from schemas.errors import LogError
 from tests.running import ROOT
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -50,3 +54,20 @@ def test_a_log_that_is_there_before_its_trainer_is_not_judged_as_its_run(tmp_pat
     again = chaos_run(tmp_path, *words)
     assert "run.db is there already" in again.stderr
     assert again.returncode != 0
+
+
+def test_a_log_whose_beginning_is_being_written_is_waited_for_and_another_file_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "run.db"
+    sqlite3.connect(log).execute("create table another (a)").connection.close()
+    monkeypatch.setattr(chaos, "LOOKS_MAX", 2)
+    with pytest.raises(LogError, match=r"not a record file of rolloutctl"):
+        list(chaos._watched(log, threading.Event()))
+    log.unlink()
+    sqlite3.connect(log).execute("vacuum").connection.close()
+    monkeypatch.setattr(chaos, "LOOKS_MAX", 1_000)
+    ended = threading.Event()
+    timer = threading.Timer(1.0, ended.set)
+    timer.start()
+    assert list(chaos._watched(log, ended)) == []

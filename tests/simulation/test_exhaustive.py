@@ -135,7 +135,9 @@ def check(situation: Situation, event: events.Event, state: AgentState, effects:
             isinstance(effect, events.Answer) and effect.outcome == Skipped(Reason.STALE_EPOCH) for effect in effects
         )
         assert not refused, "P6: the newest epoch is refused"
-    if not isinstance(event, events.SnapshotReceived):
+    if isinstance(event, events.Started):
+        assert state.seq == before.seq - len(before.queue), "P1: a restart goes on from what was decided"
+    elif not isinstance(event, events.SnapshotReceived):
         taken = state.seq - before.seq
         assert taken >= 0, "P1: the position went back"
         if isinstance(event, events.CommandReceived):
