@@ -259,7 +259,8 @@ class EngineDriver:
                     return self._not_read("returned what can't be recorded")
                 self._unreadable = None
                 return observation
-        if limit_s < OBSERVE_S or anyio.current_time() < scope.deadline:
+        gave_way = self._requested is not None  # in the very moment in which its time was over
+        if gave_way or limit_s < OBSERVE_S or anyio.current_time() < scope.deadline:
             return None
         return self._not_read(f"did not return within {OBSERVE_S:g} s")
 

@@ -7,6 +7,7 @@ from schemas.desired import Committed, Desired
 from schemas.events import (
     Abort,
     AwaitIdle,
+    EngineObserved,
     EngineReturned,
     HeadSeen,
     LeaseExpired,
@@ -66,6 +67,13 @@ def test_requests_that_still_run_after_the_grace_are_aborted() -> None:
     assert effects == [Perform(call_id=2, call=Pause("abort"))]
     state, _, _ = carry_out(state, effects)
     assert answers(effects)[0].outcome == Acted(calls=("pause",)), "nothing was seen to be idle"
+
+
+def test_an_engine_that_went_down_while_its_requests_had_their_grace_is_not_called() -> None:
+    down = EngineObserved(at_ms=300, observation=Observation(engine="model", tokenizer="unknown"))
+    state, effects = fold(draining(), down, Tick(at_ms=5100))
+    assert [effect for effect in effects if isinstance(effect, Perform)] == []
+    assert answers(effects)[0].outcome == Acted(calls=())
 
 
 def test_nothing_that_follows_changes_what_a_drained_replica_does() -> None:

@@ -416,7 +416,8 @@ def _fail(
 def _on_tick(state: AgentState, event: events.Tick, effects: Effects) -> AgentState:
     activity = state.activity
     if activity is not None and state.idle_at_ms is not None and event.at_ms >= state.idle_at_ms:
-        return _go_on(state, replace(activity, calls=activity.calls[1:]), event.at_ms, effects)
+        rest = activity.calls[1:] if state.engine.tokenizer == "present" else ()  # of another launch no request is left
+        return _go_on(state, replace(activity, calls=rest), event.at_ms, effects)
     if activity is not None and state.awaits_push and event.at_ms >= activity.deadline_ms:
         state = _miss_push(state, activity, effects)
     elif activity is not None and not activity.overdue and event.at_ms >= activity.deadline_ms:
