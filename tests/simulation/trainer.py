@@ -263,6 +263,7 @@ class Trainer:
         if lives and sync is not None and sync.request.ticket == asked.ticket and sync.phase == "load":
             seen = engine.kind == "tiny" and asked.manifest is not None
             wrong = self.busy and seen and self.pushing.random() < 0.2
+            wrong = wrong and all(commit.source != source for commit in self.world.promises.commits())  # once each
             self.wronged |= {source.label} if wrong else set()
             done = engine.push(source, instance, f"not {source.label}" if wrong else weights_of(source))
             self.world.say(f"the trainer pushes {source.label!r}: {done}")
