@@ -137,7 +137,7 @@ class Engine:
     used: the version that an earlier run left in its first launch, which goes on; 0 if none did.
     traffic: requests run whenever it generates.   frozen: requests wait for the end of a pause that kept them.
     cached: the weights that have computed what is in its cache.
-    unseen: a start of a session since the last observation: nobody knows yet whether it is open.
+    unseen: a start of a session since the last observation: it is not known yet whether it is open.
     moved: the trainer released its memory, or took it back, since the last observation.
     unseen_by: those of its agents that have not looked since another one called it.
     caller: the agent that called it last.   loaded_by: which of two agents gave it other weights.
@@ -225,7 +225,7 @@ class Engine:
         self.shelf.launch()
         self.ready = False
         in_flight = self.attempt is not None and self.attempt.call == self.unseen
-        if self.unseen and not in_flight:  # nobody knows whether this launch has its session, or the one before
+        if self.unseen and not in_flight:  # it is not known whether this launch has its session, or the one before
             self.doubt(self.unseen)
         self.paused, self.asleep = False, frozenset()
         self.session_step = self.closes_ms = self.forgotten = None
