@@ -138,17 +138,28 @@ def test_half_sent_requests_are_ended_and_those_of_others_answered(
     monkeypatch.setattr(connections, "HEAD_S", 0.5)
     monkeypatch.setattr(connections, "BODY_S", 0.5)
     with gateway(tmp_path, engine.url) as served, ExitStack() as open_:
-        heads = [dial(served.url, b"") for _ in range(3)] + [dial(served.url, HEAD) for _ in range(3)]
-        bodies = [dial(served.url, HEAD + b"content-length: 9\r\n\r\n{") for _ in range(6)]
-        posts = [
-            dial(served.url, HEAD.replace(b"tokenize", b"resume") + b"content-length: 9\r\n\r\n{") for _ in range(6)
-        ]
+        body = b"content-length: 9\r\n\r\n{"
+        heads = [open_.enter_context(dial(served.url, head)) for head in [b""] * 3 + [HEAD] * 3]
+        bodies = [open_.enter_context(dial(served.url, HEAD + body)) for _ in range(6)]
+        posts = [open_.enter_context(dial(served.url, HEAD.replace(b"tokenize", b"resume") + body)) for _ in range(6)]
         again = open_.enter_context(httpx.Client())
         for _ in range(2):
             answer = again.post(f"{served.base_urls()[0]}/tokenize", json={}, timeout=30)
             assert answer.status_code == 200
         assert [status_of(connection) for connection in heads] == [0] * 3 + [408] * 3
         assert {status_of(connection) for connection in bodies + posts} <= {0, 408}
+
+
+def test_an_answer_says_that_its_connection_ends_when_there_is_no_room_for_an_idle_one(
+    tmp_path: Path, engine: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "connections_within_limit", lambda _: 2)
+    with gateway(tmp_path, engine.url) as served, httpx.Client(timeout=20) as client:
+        url = f"{served.base_urls()[0]}/tokenize"
+        with dial(served.url, HEAD):  # takes the first of two places
+            answers = [client.post(url, json={}) for _ in range(3)]
+        assert {(answer.status_code, answer.headers.get("connection")) for answer in answers} == {(200, "close")}
+        wait_until(lambda: "connection" not in client.post(url, json={}).headers)
 
 
 def test_idle_connections_make_room_when_there_is_none(

@@ -99,9 +99,8 @@ class BoundedServer(uvicorn.Server):
             self._note_room()
 
     def _connection(self) -> "_TimedConnection":
-        return _TimedConnection(
-            self._note_room, self._room, config=self.config, server_state=self.server_state, app_state={}
-        )
+        state = self.server_state
+        return _TimedConnection(self._note_room, self._room, config=self.config, server_state=state, app_state={})
 
     def _note_room(self) -> None:
         connections = self.server_state.connections
@@ -114,12 +113,20 @@ class BoundedServer(uvicorn.Server):
                     connection.transport.close()
 
 
-class _Reasoned(h11.Connection):
-    """Says in the status line why a request is refused: prime-rl, AReaL, slime and miles show nothing else of it."""
+class _Answers(h11.Connection):
+    """Puts the reason of a refusal into the status line, and ends connections while the gateway is full."""
+
+    def __init__(self, room: asyncio.Event) -> None:
+        super().__init__(h11.SERVER)
+        self._room = room
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
-        if isinstance(event, h11.Response) and (reason := dict(event.headers).get(REASON)):
+        if isinstance(event, h11.Response):
+            # prime-rl, AReaL, slime and miles show nothing else of a refusal.
+            reason = dict(event.headers).get(REASON, event.reason)
             headers = [header for header in event.headers if header[0] != REASON]
+            # Said, since a client may send its next request before it sees the connection close.
+            headers += [] if self._room.is_set() else [(b"connection", b"close")]
             event = h11.Response(status_code=event.status_code, headers=headers, reason=reason)
         return super().send(event)
 
@@ -129,7 +136,7 @@ class _TimedConnection(H11Protocol):
 
     def __init__(self, ended: Callable[[], None], room: asyncio.Event, **options: Any) -> None:
         super().__init__(**options)
-        self.conn = _Reasoned(h11.SERVER)
+        self.conn = _Answers(room)
         self.logger, self._ended, self._room = logger, ended, room
         self._timer: asyncio.TimerHandle | None = None
         self._timed: object = None
@@ -164,8 +171,8 @@ class _TimedConnection(H11Protocol):
         self._timed = part
         if self._timer is not None:
             self._timer.cancel()
-        limit_s = {h11.IDLE: HEAD_S, h11.SEND_BODY: BODY_S}.get(part)
-        self._timer = self.loop.call_later(limit_s, self._give_up) if limit_s is not None else None
+        if (limit_s := {h11.IDLE: HEAD_S, h11.SEND_BODY: BODY_S}.get(part)) is not None:
+            self._timer = self.loop.call_later(limit_s, self._give_up)
 
     def _give_up(self) -> None:
         logger.warning("a client was too slow to send its request, and its connection is closed")
