@@ -512,17 +512,6 @@ class ControlPlane(EngineCommands):
         """
         return self.bus.view().adapters
 
-    def oldest_adapter(self, name: str) -> int:
-        """Return the oldest version of an adapter whose files engines may still read; 0 if no version's.
-
-        Args:
-            name: Of the adapter.
-
-        Raises:
-            BusFaulted, BusClosed: The bus has stopped.
-        """
-        return self.bus.view().oldest_adapter(name)
-
     def needed_checkpoints(self) -> frozenset[str]:
         """Return the directories that a replica may still have to read: all others that were synced can be deleted.
 

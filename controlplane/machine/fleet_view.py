@@ -1,6 +1,6 @@
 """The fleet at one moment: what a trainer and its doors may read of it. Pure."""
 
-from controlplane.machine.adapters import adapter_statuses, needed_paths, oldest_adapter
+from controlplane.machine.adapters import adapter_statuses, needed_paths
 from controlplane.machine.coordinator_state import CoordinatorState
 from controlplane.machine.engine_answers import labelled_tokens, model_of
 from controlplane.machine.provenance import Provenance, provenance
@@ -36,10 +36,6 @@ class FleetView:
     def needed_checkpoints(self) -> frozenset[str]:
         """Directories of weights and adapters that a replica may still have to read."""
         return needed_weights(self.state) | needed_paths(self.state)
-
-    def oldest_adapter(self, name: str) -> int:
-        """Return the oldest version of an adapter whose files a replica may still read; 0 if none is needed."""
-        return oldest_adapter(self.state, name)
 
     @property
     def loaded_checkpoints(self) -> frozenset[str]:

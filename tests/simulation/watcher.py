@@ -361,8 +361,8 @@ def _adapted(bus: Bus, view: FleetView) -> Iterator[str]:
             )
             if (made.adapter, made.proof, made.tokens, made.staleness) != (name, "proven", 5, newest - status.version):
                 yield f"replica {replica} is listed for {status.model}, and its sample is {made}"
-        if status.oldest != view.oldest_adapter(name) or not 0 < status.oldest <= status.version:
-            yield f"the oldest version of {status.model} is {status.oldest}, or {view.oldest_adapter(name)}"
+        if not 0 < status.oldest <= status.version:
+            yield f"the oldest version of {status.model} is {status.oldest}"
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from controlplane.analysis.invariants import verify
+from controlplane.machine.adapters import oldest_adapter
 from controlplane.machine.coordinator import CoordinatorState, decide
 from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent
 from controlplane.machine.fleet_view import FleetView
@@ -87,7 +88,7 @@ def where(bus: Coordinator, name: str = "policy") -> tuple[str, tuple[int, ...]]
 
 
 def oldest(bus: Coordinator) -> int:
-    return FleetView(bus.state).oldest_adapter("policy")
+    return oldest_adapter(bus.state, "policy")
 
 
 def test_a_commit_flips_the_name_at_once_where_the_version_was_loaded() -> None:

@@ -192,7 +192,7 @@ def test_versions_of_an_adapter_have_paths_of_their_own_and_go_when_no_replica_h
     assert (held.version, held.model, held.replicas) == (4, "policy-v4", (0, 1))
     assert held.path.startswith("policy-step_3-") and plane.serving() == {0: 0, 1: 0}
     wait_until(lambda: plane.needed_checkpoints() == {held.path})
-    assert plane.oldest_adapter("policy") == 4
+    assert plane.adapters()["policy"].oldest == 4
     last = sync.publish("step_1", adapter(4))
     paths = [plane.adapters()["policy"].path, held.path]
     assert last.version == 5 and sorted(path.name for path in plane.checkpoints.iterdir()) == sorted(paths)
