@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=auto --dist=loadgroup --duratio
 # The tests start hundreds of processes: they share what Python compiles, whatever this shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-vllm demo-lora test test-long test-attacks test-engines test-gpu test-soak test-trainers test-perfetto test-browser test-pythons test-recipes test-mutants environments lint docs bench clean
+.PHONY: demo demo-vllm demo-lora demo-gameday test test-long test-attacks test-engines test-gpu test-soak test-trainers test-perfetto test-browser test-pythons test-recipes test-mutants environments lint docs bench clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/rolloutctl demo
@@ -28,6 +28,13 @@ demo-vllm demo-lora: $(VENV)/.demo-ready
 	@set -e; vllm=$$($(BIN)/python -m tests.environments vllm); trl=$$($(BIN)/python -m tests.environments trl); \
 	PYTHONPATH=. TRL_EXPERIMENTAL_SILENCE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $$trl -W ignore::FutureWarning \
 	    docs/examples/grpo_$(@:demo-%=%).py rolloutctl-demo/$(@:demo-%=%)-$$(date +%Y%m%d-%H%M%S) $$vllm
+
+# The same training on a game day: a server is killed while it loads, an answer is lost, an agent stands still. With the verdict.
+demo-gameday: $(VENV)/.demo-ready
+	@set -e; vllm=$$($(BIN)/python -m tests.environments vllm); trl=$$($(BIN)/python -m tests.environments trl); \
+	plan=docs/examples/gameday.toml; out=rolloutctl-demo/gameday-$$(date +%Y%m%d-%H%M%S); \
+	PYTHONPATH=. TRL_EXPERIMENTAL_SILENCE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/rolloutctl chaos run $$plan \
+	    --log $$out/run.db -- $$trl -W ignore::FutureWarning docs/examples/grpo_vllm.py $$out $$vllm $$plan
 
 # COVERAGE="--cov --cov-report=term" also fails when less of the product is covered than pyproject.toml asks for.
 test: $(VENV)/.ready

@@ -31,6 +31,8 @@ logger = logger_of("chaos")
 
 LOOK_S: Final = 0.2
 """Between two looks at the log."""
+STOP_S: Final = 30.0
+"""From SIGTERM to SIGKILL, for a trainer that has not ended by itself."""
 LOOKS_MAX: Final = 50
 """Looks at a file that is no log, before it is taken for another one's: a bus is still writing its beginning."""
 
@@ -179,7 +181,11 @@ class _Trainer:
             self._leaving.set()
         if self._command:
             self._signal(signal.SIGTERM)
-            self._keeper.join()
+            self._keeper.join(STOP_S)
+            if self._keeper.is_alive():
+                logger.warning("the trainer has not ended within %g s of SIGTERM, and is killed", STOP_S)
+                self._signal(signal.SIGKILL)
+                self._keeper.join()
 
     def kill_later(self, fault: PlannedFault) -> None:
         """Kill the trainer, and have it started again."""

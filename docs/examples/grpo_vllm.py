@@ -1,7 +1,8 @@
 """GRPO with TRL, unmodified, on two vLLM servers, without a GPU: `make demo-vllm`.
 
 A random model of a million parameters learns to write vowels and consonants in turn. The bus brings the weights of each
-step to both servers, profiles step 3, and sees one server killed in step 6. Training goes on until it is back.
+step to both servers, profiles step 3, and sees one server killed in step 6. Training goes on until it is back. On a
+game day (`make demo-gameday`), what goes wrong is in gameday.toml instead.
 """
 
 import socket
@@ -21,7 +22,7 @@ from controlplane import ControlPlane, ProfilerConfig
 from controlplane.trainers.trl import FleetSync, VllmRollouts
 from workers import TrainingRank
 
-OUT, VLLM = Path(sys.argv[1]).absolute(), sys.argv[2]
+OUT, VLLM, PLAN = Path(sys.argv[1]).absolute(), sys.argv[2], sys.argv[3:]
 STEPS, KILL_IN, LETTERS = 44, 6, sorted(pre_tokenizers.ByteLevel.alphabet())
 # The reward: the share of neighbours of which one is a small vowel and the other a small consonant.
 VOWEL = {LETTERS.index(letter): letter in "aeiou" for letter in "abcdefghijklmnopqrstuvwxyz"}
@@ -44,8 +45,9 @@ def start_agent(bus: str, replica: int, url: str) -> subprocess.Popen[bytes]:
     """Start an agent, which launches its server, restarts it when it dies, and ends it with itself."""
     server = [*SERVER.split(), "--model", OUT / "model", "--port", url.split(":")[-1]]
     place = ["--bus", bus, "--replica", replica, "--engine", "vllm", "--url", url, "--state-dir", OUT / "state"]
-    place += ["--checkpoints", OUT / "new", "--profiler", OUT / "profile.yaml", "--launch", "--"]
-    command = [sys.executable, "-m", "controlplane.cli", "agent", *place, *server]
+    place += ["--checkpoints", OUT / "new", "--profiler", OUT / "profile.yaml"]
+    place += [word for plan in PLAN for word in ("--faults", plan)]
+    command = [sys.executable, "-m", "controlplane.cli", "agent", *place, "--launch", "--", *server]
     with open(OUT / f"agent-{replica}.log", "wb") as log:
         return subprocess.Popen(list(map(str, command)), stdout=log, stderr=log)
 
@@ -56,7 +58,7 @@ def in_turn(completion_ids: list[list[int]], **_: object) -> list[float]:
 
 class Narrator(TrainerCallback):  # prints the steps, kills a server in one, and ends the training when it is back
     def on_step_begin(self, args, state, control, **_):
-        if state.global_step + 1 == KILL_IN:
+        if state.global_step + 1 == KILL_IN and not PLAN:
             [child for child in psutil.Process(agents[1].pid).children(True) if VLLM in child.cmdline()[:1]][0].kill()
             print("the server of replica 1 gets SIGKILL", flush=True)
 

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from controlplane import ControlPlane
+from controlplane.cli import chaos
 from controlplane.record.log import RunLog
 from controlplane.report.collect import collect
 from controlplane.staging import StagingFleet
-from schemas.errors import CommandFailed
+from schemas.errors import CommandFailed, LogError
 from tests.pages import blocks, module_of
 from tests.running import ROOT
 from tests.waiting import wait_until
@@ -165,6 +167,19 @@ def test_chaos_run_starts_the_trainer_kills_it_and_judges(fleet: Callable[..., S
     assert "fault 'preempted' on purpose: the trainer is killed" in done.stderr
     assert done.stdout.splitlines()[-1] == "0 faults: all promises held"
     assert collect(RunLog.walk(tmp_path / "run.db")).epochs == 2
+
+
+def test_a_trainer_that_ignores_sigterm_is_killed_when_the_time_to_watch_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chaos, "STOP_S", 0.5)
+    (tmp_path / "plan.toml").write_text('[[fault]]\nname = "dies"\nwhat = "kill_agent"\n')
+    stubborn = "import pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    stubborn += f"pathlib.Path({str(tmp_path / 'began')!r}).touch(); time.sleep(600)"
+    words = ["run", tmp_path / "plan.toml", "--log", tmp_path / "run.db", "--for", "5", "--", sys.executable, "-c"]
+    done = CliRunner().invoke(chaos.chaos, [str(word) for word in (*words, stubborn)])
+    assert (tmp_path / "began").exists()
+    assert isinstance(done.exception, LogError), "no bus has written a log"
 
 
 def test_a_fleet_that_is_not_whole_at_the_end_is_judged_so(fleet: Callable[..., StagingFleet], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,10 +42,12 @@ STEP: Final = re.compile(r"step (\d+): reward ([\d.]+), replicas \(([\d, ]+)\), 
 
 
 @contextmanager
-def program(file: Path, out: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """A program in TRL's environment, in a process group of its own."""
+def program(
+    file: Path, out: Path, *arguments: object, under: tuple[object, ...] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """A program in TRL's environment, in a process group of its own; `under` is a command that starts it."""
     quiet = {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    words = [python("trl"), "-W", "ignore::FutureWarning", file, out, python("vllm"), *arguments]
+    words = [*under, python("trl"), "-W", "ignore::FutureWarning", file, out, python("vllm"), *arguments]
     with subprocess.Popen(
         [str(word) for word in words],
         cwd=out.parent,
@@ -130,6 +133,22 @@ def test_grpo_learns_from_two_servers_of_which_one_is_killed(tmp_path: Path) -> 
     assert sorted(out.glob("new/*")) == sorted([out / "new" / f"step_{steps - back}" for back in (0, 1)])
     assert processes_of(out) == []
     check_log(out / "run.db")
+
+
+def test_a_game_day_of_the_demo_is_lived_through_and_judged(tmp_path: Path) -> None:
+    out, plan = tmp_path / "run", DEMO.with_name("gameday.toml")
+    log = out / "run.db"
+    under = (sys.executable, "-m", "controlplane.cli", "chaos", "run", plan, "--log", log, "--")
+    with program(DEMO, out, plan, under=under) as process:
+        output, _ = process.communicate(timeout=800)
+    assert process.returncode == 0, output[-6000:]
+    *_, first, second, third, repair, end = output.splitlines()
+    assert "server dies while it loads (kill_engine) on 1.0: out of service for" in first
+    assert "answer of a load is lost (lose_answer) on 0.0: " in second
+    assert "agent stands still (stop_agent) on 1.0: out of service for" in third
+    assert repair.startswith("time to repair: median ") and end == "3 faults: all promises held"
+    assert max(float(gap) for *_, gap in STEP.findall(output)) < SAME
+    check_log(log)
 
 
 def test_ctrl_c_ends_the_demo_with_all_that_it_started(tmp_path: Path) -> None:
