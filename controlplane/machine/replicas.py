@@ -103,6 +103,21 @@ def note_outcomes(state: CoordinatorState, command: Command, outcomes: Iterable[
     return replace(state, members={**state.members, **changed}) if changed else state
 
 
+def note_engines_up(state: CoordinatorState, outcomes: Iterable[AgentOutcome]) -> CoordinatorState:
+    """Correct statuses that are older than these answers: a primary acts only where it has found its engine.
+
+    Args:
+        state: The run.
+        outcomes: New ones.
+    """
+    changed: dict[str, Member] = {}
+    for outcome in outcomes:
+        member = state.members.get(outcome.agent)
+        if type(outcome.conclusion) is Acted and member is not None and member.status and is_engine_down(member):
+            changed[outcome.agent] = replace(member, status=replace(member.status, tokenizer="present"))
+    return replace(state, members={**state.members, **changed}) if changed else state
+
+
 def _note_adapter(state: CoordinatorState, command: AdapterSync, outcomes: Iterable[AgentOutcome]) -> CoordinatorState:
     """Record which replicas these outcomes of a load or a commit prove to hold the version, or not to."""
     changed: dict[str, Member] = {}

@@ -417,7 +417,7 @@ class Promises:
                 self.judge("I2 proof", verdicts.compared(self, before, self.log[effect.seq].command))
                 self.judge("P12 adapters", adapter_verdicts.quorum(self, before, self.log[effect.seq]))
             elif isinstance(effect, Conclude) and isinstance(effect.report, Report):
-                self.judge("P3 answer", verdicts.waited(before, effect.report))
+                self.judge("P3 answer", verdicts.waited(before, state, effect.report))
                 self._concluded(bus, effect.report)
             elif isinstance(effect, Conclude) and isinstance(effect.report, SyncReport):
                 self.judge("P11 true", verdicts.report(self, bus, effect.report))

@@ -42,6 +42,12 @@ GUARDS = {
         "elif is_engine_down",
         15,
     ),
+    "an answer is newer than a status": Guard(
+        "controlplane/machine/coordinator.py",
+        "        state = note_engines_up(state, outcomes.values())\n",
+        "",
+        21,
+    ),
     "lifted": Guard(
         "workers/machine/suppressed.py",
         'lifted = command.phase == "commit" or command.version == suppressed.quarantined',

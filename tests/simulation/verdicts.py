@@ -223,13 +223,25 @@ def _is_phase(published: Published, phase: str, version: int) -> bool:
     return isinstance(command, WeightSync) and (command.phase, command.version) == (phase, version)
 
 
-def waited(before: CoordinatorState, concluded: Report) -> str:
-    """No phase leaves out replicas whose engines are down if it was to wait for them."""
+def waited(before: CoordinatorState, after: CoordinatorState, concluded: Report) -> str:
+    """No phase leaves out replicas whose engines are down if it was to wait for them, or if they have acted since."""
     sync = before.sync
-    if sync is None or sync.request.on_unreachable != "wait" or sync.seq != concluded.seq:
+    if sync is None or sync.seq != concluded.seq:
         return ""
     left = [line.agent for line in concluded.outcomes if line.conclusion == Missing("engine_down")]
-    return f"the sync to v{sync.version} was to wait for {left}" if left else ""
+    if left and sync.request.on_unreachable == "wait":
+        return f"the sync to v{sync.version} was to wait for {left}"
+    acted = {
+        (line.agent, report.seq)
+        for report in sync.reports
+        for line in report.outcomes
+        if type(line.conclusion) is Acted
+    }
+    for agent, seq in acted:
+        member = after.members.get(agent)
+        if agent in left and member is not None and member.status and member.seq - member.status.queued < seq:
+            return f"the sync to v{sync.version} leaves out {agent}, which has done what seq {seq} asked for"
+    return ""
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------

@@ -200,6 +200,34 @@ def test_no_phase_waits_for_an_engine_that_is_known_to_be_down() -> None:
     assert bus.state.desired[2] == Desired(committed=Committed(1, V1, None)), "it comes back to these weights"
 
 
+def test_a_phase_waits_for_an_engine_that_has_done_what_the_last_one_asked_for_since_it_was_down() -> None:
+    bus = fleet()
+    for agent in ("1.0", "2.0"):
+        bus.status(agent, LAUNCHING)
+    bus.sync(1, quorum=1)
+    bus.answer(a0_0=DONE)
+    bus.answer(a0_0=NO)
+    assert bus.published == [], "no replica has loaded: it waits for those that are down"
+    bus.answer(a1_0=DONE)
+    assert phase(bus).phase == "commit"
+    bus.answer(a0_0=Skipped(Reason.QUARANTINED))
+    assert bus.synced == []
+    bus.answer(a1_0=DONE)
+    (report,) = bus.synced
+    assert (report.status, report.loaded, report.unproven) == ("committed", (1,), (2,))
+
+
+def test_an_engine_that_goes_down_after_it_has_loaded_is_not_waited_for() -> None:
+    bus = fleet()
+    bus.sync(1, quorum=1)
+    for _ in range(2):
+        bus.answer(a0_0=DONE, a1_0=DONE, a2_0=DONE)
+    bus.status("2.0", LAUNCHING)
+    bus.answer(a0_0=DONE, a1_0=DONE)
+    (report,) = bus.synced
+    assert (report.status, report.loaded, report.unproven) == ("committed", (0, 1), (2,))
+
+
 def test_a_phase_goes_on_as_soon_as_an_engine_is_known_to_be_down() -> None:
     bus = fleet()
     bus.sync(1)

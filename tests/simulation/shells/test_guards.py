@@ -106,6 +106,7 @@ GUARDS = {
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)  # it tries 200 worlds, if need be
 @pytest.mark.parametrize("name", GUARDS)
 def test_without_a_guard_a_promise_breaks(name: str) -> None:
     check_noticed(__name__, name, GUARDS[name].first, 200)
