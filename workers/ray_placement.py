@@ -14,9 +14,8 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from threading import Thread
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import anyio
 from anyio import CancelScope, to_thread
@@ -82,6 +81,7 @@ class AgentActor:
         self._scope: CancelScope | None = None
         self._stopped = False
         self._agent: Agent
+        self._watch: asyncio.Task[None]
 
     def __repr__(self) -> str:
         """Return the name that Ray shows beside this actor's output."""
@@ -94,32 +94,33 @@ class AgentActor:
         If Ray started this process in place of another, which still holds the place on the bus, that one is waited for:
         it is on a node that Ray can't reach, and the bus can.
         """
-        import ray
+        from ray import get_runtime_context
+        from ray.util import get_current_placement_group
 
         async with self._running:
             with CancelScope() as self._scope:
-                if not self._stopped:
-                    if self._identity.nnodes > 1 and _current_group() is not None:
-                        await self._begin_together()
-                    while True:
-                        try:
-                            return await self._serve()
-                        except IdentityTaken as error:
-                            if not ray.get_runtime_context().was_current_actor_reconstructed:
-                                raise
-                            logger.warning("%s. Ray has replaced that one: trying again", error)
-                            await anyio.sleep(LOOK_S)
+                if not self._stopped and self._identity.nnodes > 1 and get_current_placement_group() is not None:
+                    await self._begin_together()
+                while not self._stopped:
+                    try:
+                        return await self._serve()
+                    except IdentityTaken as error:
+                        if not get_runtime_context().was_current_actor_reconstructed:
+                            raise
+                        logger.warning("%s. Ray has replaced that one: trying again", error)
+                        await anyio.sleep(LOOK_S)
 
     async def _begin_together(self) -> None:
         """Return once the replica has all of its nodes. If one of them is lost later, this process ends."""
         nodes = await to_thread.run_sync(_all_nodes, abandon_on_cancel=True)
-        Thread(target=self._end_without, args=(nodes,), name="replica's nodes", daemon=True).start()
+        self._watch = asyncio.create_task(self._end_without(nodes))
 
-    def _end_without(self, nodes: list[str]) -> None:
-        while _nodes() == nodes:
-            time.sleep(LOOK_S)
-        logger.warning("%r ends, and begins anew with its replica, which lost a node", self)
-        os._exit(1)  # nothing is awaited: a call into an engine that lost a node may never return
+    async def _end_without(self, nodes: list[str]) -> None:
+        while True:
+            await anyio.sleep(LOOK_S)
+            if await to_thread.run_sync(_nodes) != nodes:
+                logger.warning("%r ends, and begins anew with its replica, which lost a node", self)
+                os._exit(1)  # nothing is awaited: a call into an engine that lost a node may never return
 
     async def _serve(self) -> None:
         async with Agent(
@@ -236,7 +237,7 @@ def place_agents(
         state_dir: Directory of the journals, on a disk of each node; None for the user's state folder there.
         traces: Root of the session directories; None to collect no traces.
         finish_hook: Command to run after the last profiled step.
-        config: Settings of every agent.
+        config: Settings of every agent. A place that was retired is taken up again in any case (`rejoin`).
         keys: Path of the key file on each node; `{agent}` in it stands for the agent's name, e.g. 0.1. None for what
             the environment of the nodes says. Ray only ever carries the path: no key is in an argument or its logs.
         endpoint: Where clients reach the server of a replica, http://HOST:PORT, for `ControlPlane.endpoints`. Called on
@@ -250,29 +251,28 @@ def place_agents(
         import ray
     except ModuleNotFoundError as error:
         raise ExtraMissing("agents on Ray need ray, and it is missing", "ray") from error
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
     if not ray.is_initialized():
         raise ConfigError("agents can't be placed: this process is in no Ray cluster. Call ray.init first.")
     places = _places(replicas, frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"]))
-    actors = {}
+    actors, own = {}, replace(config or AgentConfig(), rejoin=True)
     for identity, node in places:
-        own, gpus = config or AgentConfig(), 0
-        if isinstance(node, str):
-            strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-        else:
-            strategy = PlacementGroupSchedulingStrategy(node, identity.node_rank)
-            own, gpus = replace(own, rejoin=True), node.bundle_specs[identity.node_rank].get("GPU", 0)
         options = ray.remote(AgentActor).options(
-            num_cpus=0,
-            num_gpus=gpus,
-            max_restarts=UNLIMITED,
-            max_task_retries=UNLIMITED,
-            scheduling_strategy=strategy,
+            num_cpus=0, max_restarts=UNLIMITED, max_task_retries=UNLIMITED, **_where(node, identity.node_rank)
         )
         node_traces = NodeTraces(traces, identity, finish_hook) if traces is not None else None
         actors[identity.agent] = options.remote(bus, identity, engine, state_dir, node_traces, own, keys, endpoint)
     return Placement(actors)
+
+
+def _where(node: "str | PlacementGroup", rank: int) -> dict[str, Any]:
+    """Ray's options for the place of an actor."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+    if isinstance(node, str):
+        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+    strategy = PlacementGroupSchedulingStrategy(node, rank)
+    return {"scheduling_strategy": strategy, "num_gpus": node.bundle_specs[rank].get("GPU", 0)}
 
 
 def first_node_address() -> str:
@@ -285,31 +285,26 @@ def first_node_address() -> str:
     """
     import ray
 
-    if _current_group() is None:
+    if ray.util.get_current_placement_group() is None:
         raise ConfigError("only an agent in a placement group finds its replica's first node: others were given it.")
     addresses: dict[str, str] = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     return addresses[_all_nodes()[0]]
 
 
-def _current_group() -> "PlacementGroup | None":
-    """The placement group of this process's actor."""
-    from ray.util import get_current_placement_group
-
-    return get_current_placement_group()
-
-
 def _nodes() -> list[str]:
-    """Ray's ids of the nodes of this process's replica, in order of their rank; empty for one that it has lost."""
-    from ray.util import placement_group_table
+    """Ray's ids of the nodes of this process's placement group, in order; empty for one that is lost."""
+    from ray.util import get_current_placement_group, placement_group_table
 
-    bundles: dict[int, str] = placement_group_table(_current_group())["bundles_to_node_id"]
+    bundles: dict[int, str] = placement_group_table(get_current_placement_group())["bundles_to_node_id"]
     return [bundles[rank] for rank in sorted(bundles)]
 
 
 def _all_nodes() -> list[str]:
     """The same, once Ray has replaced those that were lost."""
+    from ray.util import get_current_placement_group
+
     while not all(nodes := _nodes()):
-        time.sleep(LOOK_S)
+        get_current_placement_group().wait(LOOK_S)
     return nodes
 
 

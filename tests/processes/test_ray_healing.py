@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray._private.ray_constants import PROCESS_TYPE_RAYLET
@@ -23,7 +24,8 @@ from tests.waiting import wait_until
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
 from workers.engines.tiny.server import TinyClient
-from workers.ray_placement import Placement, ReplicaNodes, first_node_address, place_agents
+from workers.ray_placement import EngineFactory, Placement, ReplicaNodes, first_node_address, place_agents
+from workers.server.launch import LaunchedEngine, ServerProcess
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.long]
 
@@ -123,16 +125,33 @@ def incarnations(plane: ControlPlane) -> dict[str, str]:
     return {agent.agent: agent.incarnation for agent in plane.status().agents}
 
 
+SERVER = ("sleep", f"{86400 + os.getpid()}")
+"""A server that does nothing, and that no other test launches."""
+
+
+def launched(folder: Path) -> EngineFactory:
+    """What makes an engine with a server, and writes down where the servers of its replica meet."""
+    server = SERVER
+
+    def engine(identity: Identity) -> LaunchedEngine:
+        (folder / f"met-{identity.agent}").write_text(first_node_address())
+        front = f"ipc://{folder}/front-{identity.replica}"
+        tiny = TinyEngine(identity, checkpoints=folder, traces=folder / "traces", serve=front)
+        log = Path(os.environ["XDG_STATE_HOME"]) / f"server-{identity.agent}.log"
+        return LaunchedEngine(tiny, ServerProcess(server, log=log, name=f"server of agent {identity.agent}"))
+
+    return engine
+
+
+def servers() -> int:
+    return sum(tuple(process.info["cmdline"] or ()) == SERVER for process in psutil.process_iter(["cmdline"]))
+
+
 def test_a_node_that_is_lost_is_replaced_with_all_of_its_replica_and_no_other_is_touched(
     tmp_path: Path, nodes: Nodes
 ) -> None:
     for version in (1, 2, 3, 4):
         save(TinyModel(TinyConfig(), seed=version), tmp_path / f"v{version}")
-
-    def engine(identity: Identity) -> TinyEngine:
-        (tmp_path / f"met-{identity.agent}").write_text(first_node_address())
-        front = f"ipc://{tmp_path}/front-{identity.replica}"
-        return TinyEngine(identity, checkpoints=tmp_path, traces=tmp_path / "traces", serve=front)
 
     def endpoint(identity: Identity) -> str:
         return f"http://{ray.util.get_node_ip_address()}:{8000 + identity.replica}"
@@ -144,7 +163,7 @@ def test_a_node_that_is_lost_is_replaced_with_all_of_its_replica_and_no_other_is
         place_agents(
             bus=plane.address,
             replicas=[ReplicaNodes(group(2)), ReplicaNodes(group(1))],
-            engine=engine,
+            engine=launched(tmp_path),
             config=HASTY,
             endpoint=endpoint,
         ) as placement,
@@ -167,6 +186,8 @@ def test_a_node_that_is_lost_is_replaced_with_all_of_its_replica_and_no_other_is
         assert after["1.0"] == before["1.0"]
         assert {agent for agent in again if again[agent] != known[agent]} == {"0.0", "0.1"}
         first = nodes.address(after["0.0"][0])
+        assert "launch 1 at" in (tmp_path / first / "server-0.0.log").read_text()
+        wait_until(lambda: servers() == 3)  # that of the lost node has ended with its agent
         assert {(tmp_path / f"met-{agent}").read_text() for agent in ("0.0", "0.1")} == {first}
         assert plane.endpoints()[0] == f"http://{first}:8000"
         plane.sync_weights(3, Checkpoint("v3")).wait().raise_for_failures()

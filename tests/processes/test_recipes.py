@@ -266,11 +266,15 @@ def test_the_slurm_script_runs_a_trainer_and_the_agents_of_both_replicas(tmp_pat
 @pytest.mark.xdist_group("ray")
 def test_the_ray_job_runs(tmp_path: Path) -> None:
     assert rolloutctl("keys", "new", "fleet", "--fleet", cwd=tmp_path).returncode == 0
+    text = text_of("ray_job.py")
+    assert text.count('{"GPU": 8}') == 1
+    (tmp_path / "ray_job.py").write_text(text.replace('{"GPU": 8}', '{"CPU": 1}').replace('"/tmp/', f'"{tmp_path}/'))
     done = python(
-        RECIPES / "ray_job.py",
-        "tiny",
+        tmp_path / "ray_job.py",
+        *("tiny", "sleep", "86400"),
         cwd=tmp_path,
         env={"XDG_STATE_HOME": str(tmp_path), "RUN_LOG": str(tmp_path / "disk/run.db")},
     )
     assert done.returncode == 0, done.stderr
     assert rolloutctl("log", "verify", tmp_path / "disk/run.db", cwd=tmp_path).returncode == 0
+    assert "launch 1 at" in (tmp_path / f"{tmp_path.name}/server-0.0.log").read_text()
