@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from workers.profilers.stages import annotate as annotate
     from workers.profilers.stages import mini_batch as mini_batch
     from workers.ray_placement import ReplicaNodes as ReplicaNodes
+    from workers.ray_placement import first_node_address as first_node_address
     from workers.ray_placement import place_agents as place_agents
+    from workers.server.launch import LaunchedEngine as LaunchedEngine
+    from workers.server.launch import ServerProcess as ServerProcess
     from workers.stacks import StackDumps as StackDumps
     from workers.traces.node import NodeTraces as NodeTraces
     from workers.traces.node import collect_traces as collect_traces
@@ -33,15 +36,18 @@ if not TYPE_CHECKING:
         "AgentCollector": "workers.exporter",
         "Engine": "workers.engine",
         "EngineOptions": "workers.engines.factory",
+        "LaunchedEngine": "workers.server.launch",
         "NodeTraces": "workers.traces.node",
         "ObservedEngine": "workers.engines.observed",
         "ReplicaNodes": "workers.ray_placement",
+        "ServerProcess": "workers.server.launch",
         "StackDumps": "workers.stacks",
         "TinyClient": "workers.engines.tiny.server",
         "TinyEngine": "workers.engines.tiny.engine",
         "TrainingRank": "workers.profilers.rank",
         "annotate": "workers.profilers.stages",
         "collect_traces": "workers.traces.node",
+        "first_node_address": "workers.ray_placement",
         "make_engine": "workers.engines.factory",
         "make_fresh": "workers.traces.node",
         "mini_batch": "workers.profilers.stages",

@@ -15,7 +15,9 @@ from schemas.formatting import kind_and_reason
 from schemas.transport.exposition import Sample, Table, TableCollector
 from workers.agent import Agent
 from workers.link.heartbeat import status_of
+from workers.machine.readiness import is_ready
 from workers.machine.state import call_name
+from workers.router import should_be_registered
 
 CALL_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -63,7 +65,14 @@ class AgentCollector(TableCollector):
         )
         super().__init__(GAUGES, (self._outcomes, self._resends, self._leases, self._calls))
         self._call: tuple[int, str, float] | None = None  # number and name of the call in flight, and when it began
+        self._ready = False
         agent.decisions.add(self._note)
+
+    def ready(self) -> bool:
+        """Whether requests may come here: as for a router, which keeps an engine that a command or a sync pauses."""
+        state = self._agent.state
+        self._ready = is_ready(state) if state.identity.node_rank else should_be_registered(state, self._ready)
+        return self._ready
 
     def _note(self, event: events.Event, effects: Sequence[events.Effect]) -> None:
         if isinstance(event, events.EngineReturned):

@@ -335,7 +335,8 @@ def _serve_metrics(node: Agent, address: str) -> None:
     from schemas.transport.exposition import serve_metrics
     from workers.exporter import AgentCollector
 
-    served, _ = serve_metrics(AgentCollector(node), address)
+    collector = AgentCollector(node)
+    served, _ = serve_metrics(collector, address, collector.ready)
     logger.info("agent %s: metrics at %s", node.identity.agent, served)
 
 

@@ -65,12 +65,15 @@ class TableCollector(Collector, ABC):
         }
 
 
-def serve_metrics(collector: Collector, address: str) -> tuple[str, Callable[[], object]]:
+def serve_metrics(
+    collector: Collector, address: str, ready: Callable[[], bool] | None = None
+) -> tuple[str, Callable[[], object]]:
     """Serve a collector over HTTP, in a thread that ends with the process. Raises ConfigError.
 
     Args:
         collector: Of the metrics.
         address: `PORT`, for this machine alone, or `HOST:PORT`. Port 0 lets the system choose.
+        ready: What `GET /ready` answers, by its status: 200 or 503. Called in another thread; None for no such path.
 
     Returns:
         Where it is served, and what ends it.
@@ -82,7 +85,7 @@ def serve_metrics(collector: Collector, address: str) -> tuple[str, Callable[[],
     registry = CollectorRegistry()
     registry.register(collector)
     try:
-        server = MetricsServer(host, int(port), registry)
+        server = MetricsServer(host, int(port), registry, ready)
     except OSError as error:
         raise ConfigError(f"metrics can't be served at {host}:{port}: {error.strerror or error}.") from None
     listening.add(server.server_port)
@@ -102,10 +105,11 @@ class MetricsServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+    def __init__(self, host: str, port: int, registry: CollectorRegistry, ready: Callable[[], bool] | None) -> None:
+        self.ready = ready
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._began_s: dict[socket.socket, float] = {}
-        super().__init__((host, port), MetricsHandler.factory(registry))
+        super().__init__((host, port), _Handler.factory(registry))
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer on a thread."""
@@ -134,3 +138,13 @@ class MetricsServer(ThreadingHTTPServer):
         self._began_s.pop(request, None)
         with suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
+
+
+class _Handler(MetricsHandler):
+    def do_GET(self) -> None:
+        assert isinstance(self.server, MetricsServer)
+        if self.path != "/ready" or self.server.ready is None:
+            super().do_GET()
+            return
+        self.send_response(200 if self.server.ready() else 503)
+        self.end_headers()

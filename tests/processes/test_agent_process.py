@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Self
+from urllib.error import HTTPError
 
 import pytest
 
@@ -112,6 +113,26 @@ def test_it_serves_metrics_where_it_says(plane: ControlPlane, tmp_path: Path) ->
         with urllib.request.urlopen(address, timeout=60) as answer:
             assert b"rolloutctl_agent_bus_connected 1.0" in answer.read()
         assert node.end(signal.SIGTERM) == 0
+
+
+def test_a_probe_finds_it_ready_while_requests_may_come(plane: ControlPlane, tmp_path: Path) -> None:
+    """Also while it is paused: requests wait at the engine, and a service without any replica would refuse them."""
+
+    def ready(node: Node) -> int:
+        (address,) = re.findall(r"metrics at (\S+)/metrics", node.output)
+        with suppress(HTTPError), urllib.request.urlopen(f"{address}/ready", timeout=60) as answer:
+            return int(answer.status)
+        return 503
+
+    with Node(plane.address, tmp_path, 0, 0, "--metrics-port", "0") as node:
+        plane.wait_for_agents(1, timeout=60).wait()
+        assert ready(node) == 200
+        assert plane.pause().wait().acted and ready(node) == 200
+        assert plane.sleep().wait().acted and ready(node) == 503
+        assert plane.wake().wait().acted and plane.resume().wait().acted and ready(node) == 200
+    with Node(f"ipc://{tmp_path}/nobody", tmp_path, 0, 1, "--metrics-port", "0") as alone:
+        wait_until(lambda: "metrics at" in alone.output)
+        assert ready(alone) == 503
 
 
 def test_a_node_without_a_tokenizer_never_loads_torch(plane: ControlPlane, tmp_path: Path) -> None:

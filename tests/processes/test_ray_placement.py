@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from controlplane import ControlPlane
@@ -24,7 +25,7 @@ from tests.unit.small_bus import Engine
 from tests.waiting import wait_until
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.verl.engine import VerlEngine
-from workers.ray_placement import EngineFactory, Placement, ReplicaNodes, place_agents
+from workers.ray_placement import EngineFactory, Placement, ReplicaNodes, first_node_address, place_agents
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -208,6 +209,23 @@ def test_nothing_is_started_where_it_cannot_run(
     with pytest.raises(ConfigError, match=message):
         place(plane, tmp_path, *replicas)
     assert plane.status().agents == ()
+
+
+def test_an_agent_in_a_placement_group_holds_the_gpus_of_its_bundle(
+    cluster: Cluster, plane: ControlPlane, tmp_path: Path
+) -> None:
+    with_gpus = cluster.add_node(num_cpus=1, num_gpus=4, object_store_memory=100_000_000)
+    group = placement_group([{"CPU": 1, "GPU": 2}])
+    with place(plane, tmp_path, ReplicaNodes(group, gpus_per_node=2)) as placement:
+        placement.wait_ready()
+        plane.wait_for_agents(1).wait()
+        assert process(placement.actors["0.0"])[1] == with_gpus.node_id
+        held = ray.get(placement.actors["0.0"].__ray_call__.remote(lambda _: os.environ["CUDA_VISIBLE_DEVICES"]))
+        assert len(held.split(",")) == 2
+    remove_placement_group(group)
+    cluster.remove_node(with_gpus)
+    with pytest.raises(ConfigError, match="in a placement group"):
+        first_node_address()
 
 
 def test_an_agent_whose_node_is_gone_is_gone_too(

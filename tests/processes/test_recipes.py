@@ -133,10 +133,33 @@ def test_manifests_are_whole() -> None:
             (service,) = (found for found in services.values() if found["spec"]["selector"] == labels)
             assert {port["name"] for port in service["spec"]["ports"]} == ports
         for container in containers(manifest):
-            for probe in ("startupProbe", "readinessProbe"):
-                assert container.get(probe, {"httpGet": {"port": "http"}})["httpGet"]["port"] in {"http"}
-    (sidecar,) = (c for c in containers(found["kubernetes.yaml"][3]) if c["name"] == "agent")
-    assert sidecar["restartPolicy"] == "Always" and "startupProbe" not in sidecar
+            own = {port["name"] for port in container.get("ports", ())}
+            assert {
+                container[p]["httpGet"]["port"] for p in ("startupProbe", "readinessProbe") if p in container
+            } <= own
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "drained"), [("kubernetes.yaml", "engine", "agent"), ("kubernetes-lws.yaml", None, "engine")]
+)
+def test_pods_drain_before_their_engine_ends_and_are_ready_when_the_agent_is(
+    name: str, engine: str | None, drained: str
+) -> None:
+    """A pod ends its containers first, then its sidecars; and an agent ends the server that it launched."""
+    pods = manifests(name)[-1]["spec"]
+    pod = (pods.get("template") or pods["leaderWorkerTemplate"]["workerTemplate"])["spec"]
+    assert [(c["name"], c["restartPolicy"]) for c in pod.get("initContainers", ())] == (
+        [(engine, "Always")] if engine else []
+    )
+    (container,) = pod["containers"]
+    words = [*container.get("command", ()), *container.get("args", ())]
+    own = words[: words.index("--")] if "--" in words else words
+    assert container["name"] == drained and "--rejoin" in own and ("--launch" in own) == (engine is None)
+    (grace,) = (int(word.partition("=")[2]) for word in own if word.startswith("--drain="))
+    assert pod["terminationGracePeriodSeconds"] >= grace + 30
+    (port,) = (port for port in container["ports"] if port["name"] == container["readinessProbe"]["httpGet"]["port"])
+    assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
+    assert f"--metrics-port=0.0.0.0:{port['containerPort']}" in own
 
 
 @pytest.mark.parametrize(
@@ -243,11 +266,15 @@ def test_the_slurm_script_runs_a_trainer_and_the_agents_of_both_replicas(tmp_pat
 @pytest.mark.xdist_group("ray")
 def test_the_ray_job_runs(tmp_path: Path) -> None:
     assert rolloutctl("keys", "new", "fleet", "--fleet", cwd=tmp_path).returncode == 0
+    text = text_of("ray_job.py")
+    assert text.count('{"GPU": 8}') == 1
+    (tmp_path / "ray_job.py").write_text(text.replace('{"GPU": 8}', '{"CPU": 1}').replace('"/tmp/', f'"{tmp_path}/'))
     done = python(
-        RECIPES / "ray_job.py",
-        "tiny",
+        tmp_path / "ray_job.py",
+        *("tiny", "sleep", "86400"),
         cwd=tmp_path,
         env={"XDG_STATE_HOME": str(tmp_path), "RUN_LOG": str(tmp_path / "disk/run.db")},
     )
     assert done.returncode == 0, done.stderr
     assert rolloutctl("log", "verify", tmp_path / "disk/run.db", cwd=tmp_path).returncode == 0
+    assert "launch 1 at" in (tmp_path / f"{tmp_path.name}/server-0.0.log").read_text()
