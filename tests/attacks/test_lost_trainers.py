@@ -46,6 +46,7 @@ anyio.run(main)
 """
 
 
+@pytest.mark.one_loop
 @pytest.mark.parametrize("restarted", [False, True], ids=["the agent lives on", "the agent is restarted"])
 async def test_weights_of_the_first_sync_are_served_when_its_trainer_was_killed(
     tmp_path: Path, restarted: bool
@@ -78,6 +79,7 @@ class OutOfMemory(Engine):
         return await super().perform(call, timeout_s)
 
 
+@pytest.mark.one_loop
 @pytest.mark.parametrize("loss", ["lease", "next trainer"])
 async def test_a_replica_that_a_sync_left_out_serves_again_when_its_trainer_was_killed(
     tmp_path: Path, loss: str

@@ -154,6 +154,6 @@ class ClusterAtLength(Cluster):
 
 
 TestCluster = Cluster.TestCase
-TestCluster.settings = explored(60)
+TestCluster.settings = explored(30)
 TestClusterAtLength = pytest.mark.timeout(600)(pytest.mark.long(ClusterAtLength.TestCase))
 TestClusterAtLength.settings = explored(600)

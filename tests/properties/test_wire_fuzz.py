@@ -32,7 +32,7 @@ from workers.machine.state import AgentState
 
 DECODERS: tuple[Callable[[bytes], object], ...] = (decode_upward, decode_downward, decode_envelope)
 ENCODED = [encode(sample) for sample in SAMPLES]
-FUZZ = settings(max_examples=1500, derandomize=True, deadline=None)
+FUZZ = settings(max_examples=500, derandomize=True, deadline=None)
 
 
 @st.composite

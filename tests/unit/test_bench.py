@@ -8,20 +8,17 @@ import pytest
 from bench.page import PAGES, Results, exchange_aims, filled
 from tests.running import ROOT, python
 
-SHORT = (
-    "adapters --sizes 1 --agents 2 --rounds 1",
-    "logs --commands 100",
-    "machines --decisions 640 --agents 4",
-    "speakers --agents 2 --blocks 1 --idle 0.1 --uploads",
-    "weights --agents 2 --rounds 2 --load-ms 1",
-)
+SHORT = ("logs --commands 100", "machines --decisions 640 --agents 4")
 LONG = (
+    "adapters --sizes 1 --agents 2 --rounds 1",
     "agents --agents 2 --commands 2 --idle 0.1",
     "checkpoints --sizes 1 --rounds 1",
     "fanout --agents 2 --rounds 2 --systems rolloutctl-keys,floor,pyzmq",
     "join --agents 2",
     "parts --agents 2 --seconds 0.2",
+    "speakers --agents 2 --blocks 1 --idle 0.1 --uploads",
     "trainer --agents 2 --real 2 --loops python --seconds 0.2 --commands 100 --latencies 2",
+    "weights --agents 2 --rounds 2 --load-ms 1",
 )
 
 

@@ -226,6 +226,7 @@ async def test_a_wall_clock_of_the_far_future_writes_a_log_that_can_be_read(
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 async def test_a_wall_clock_before_1970_is_survived(
     tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:

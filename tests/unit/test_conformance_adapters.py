@@ -119,6 +119,7 @@ ADAPTER_FAULTS: dict[str, tuple[str, str, Callable[[Any], None]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ADAPTER_FAULTS)
 async def test_each_fault_with_adapters_is_found(name: str, tmp_path: Path) -> None:
     row, text, break_it = ADAPTER_FAULTS[name]

@@ -96,7 +96,12 @@ def test_folders_without_init_go_on_working_beside_ours(tmp_path: Path, first: b
 
 
 @pytest.mark.parametrize(
-    ("names", "regular"), [(NAMES, True), (NAMES, False), (("workers",), True)], ids=["all", "folders", "one"]
+    ("names", "regular"),
+    [
+        pytest.param(NAMES, True, id="all"),
+        pytest.param(NAMES, False, id="folders", marks=pytest.mark.long),
+        pytest.param(("workers",), True, id="one", marks=pytest.mark.long),
+    ],
 )
 def test_a_repository_that_never_uses_us_runs_its_tests(tmp_path: Path, names: tuple[str, ...], regular: bool) -> None:
     for name in names:
