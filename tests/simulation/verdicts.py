@@ -70,10 +70,11 @@ def report(promises: Promises, bus: Bus, told: SyncReport) -> str:
     """
     last = told.phases[-1]
     target = promises.log[last.seq].target
-    firsts = {
-        promises.identities[name].unit: promises.identities[name] for name in sorted(promises.known, reverse=True)
-    }
-    known = {place.replica for place in firsts.values() if syncs(place) and target.includes(place)}
+    places = promises.identities
+    firsts = {places[name].unit: places[name] for name in sorted(places, reverse=True)}
+    joined = {places[name].unit for name in promises.known}
+    members = (place for unit, place in firsts.items() if unit in joined and target.includes(place))
+    known = {place.replica for place in members if syncs(place)}
     known -= {unit for unit in promises.leaving if isinstance(unit, int)}
     if leaving := promises.leaving & {*told.quarantined, *told.unproven}:
         return f"the report of v{told.version} names {leaving}, which leaves the fleet"
