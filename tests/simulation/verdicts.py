@@ -163,7 +163,9 @@ def was_given(conclusion: Conclusion, given: list[Outcome]) -> bool:
 
 
 def compared(promises: Promises, before: CoordinatorState, command: object) -> str:
-    """No replica serves a commit whose engine was loaded with other bytes than more than half of its layout."""
+    """No replica serves a commit whose engine was loaded with other bytes than more than half of its layout, unless
+    they are served as this version already.
+    """
     sync = before.sync
     if sync is None or not isinstance(command, WeightSync) or command.phase != "commit":
         return ""
@@ -180,7 +182,12 @@ def compared(promises: Promises, before: CoordinatorState, command: object) -> s
             if isinstance(answer, Acted) and answer.version == command.version and answer.digest:
                 held[replica] = answer.digest
     layouts = [digest.rpartition(":")[0] for digest in held.values()]
+    holders = (before.members.get(f"{replica}.0") for replica in sync.holding)
+    shown = [member.status for member in holders if member is not None and member.status is not None]
+    served = {status.digest for status in shown if status.version == sync.version and not status.torn}
     for replica in held.keys() - command.quarantine:
+        if held[replica] in served:
+            continue
         same, of = list(held.values()).count(held[replica]), layouts.count(held[replica].rpartition(":")[0])
         if 2 * same <= of:
             return f"replica {replica} serves v{command.version} with {held[replica]}, as {same} of {of} do"
