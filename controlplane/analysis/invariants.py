@@ -1,7 +1,8 @@
 """What must hold in every run, checked over its log in one pass. Pure.
 
     I1  no torn serving     no engine is left generating on other weights than those committed for its replica
-    I2  proof               what an engine serves has the digest that the sync announced, where both are known
+    I2  proof               what an engine serves has the digest that the sync announced, where both are known, and
+                            keeps the one that it had
     I3  at most once        one command has one outcome per agent, however often it arrived
     I4  monotonic           seq goes up by one; epochs, positions and committed versions never go down
     I5  every command ends  by its deadline, with one outcome for each agent that was known when it was issued
@@ -330,6 +331,7 @@ class _Agent:
         self._identity = identity_of(name)
         self._desired = Desired()
         self._generates: int | None = None  # the version that the engine was last seen to generate on
+        self._served: tuple[int, str | None, str] | None = None  # a version by a launch of the engine, and its digest
         self._epoch = self._seq = 0
         self._history = 0  # epoch of the last snapshot in this life
         self._joined = False  # has been sent the desired state in this life
@@ -485,6 +487,10 @@ class _Agent:
         content = committed.manifest.content if committed is not None and committed.manifest is not None else None
         if content is not None and observed.digest not in (None, content) and version == desired.version:
             yield self._violation("I2", position, f"serves v{version} with other weights than the sync announced")
+        if version and version == desired.version and observed.digest is not None:
+            before, self._served = self._served, (version, observed.instance, observed.digest)
+            if before is not None and before[:2] == self._served[:2] and before != self._served:
+                yield self._violation("I2", position, f"serves v{version} with other weights than before")
 
     def _intern(self, value: K) -> K:
         """Return the one copy of equal values: a large fleet gives a million answers, few of them different."""

@@ -41,7 +41,7 @@ from controlplane.machine.coordinator_state import (
 from controlplane.machine.provenance import with_counted, with_holders
 from controlplane.machine.publishing import oversize, publish, retransmit
 from controlplane.machine.quorum import with_digests_compared
-from controlplane.machine.replicas import note_engines_up, note_outcomes
+from controlplane.machine.replicas import note_engines_up, note_outcomes, served_digests
 from schemas.commands import AdapterSync, Drain, EpochStart, Target, WeightSync
 from schemas.outcomes import Missing
 from schemas.reports import AgentOutcome, Report
@@ -209,7 +209,7 @@ def _end(
 ) -> CoordinatorState:
     """Report a command that waits for no agent."""
     record = ended.record
-    outcomes = with_digests_compared(ended.command, ended.all_outcomes)
+    outcomes = with_digests_compared(ended.command, ended.all_outcomes, served_digests(state))
     report = Report(seq=record.seq, origin=record.origin, command=ended.command, outcomes=outcomes)
     missing = [outcome for outcome in report.outcomes if type(outcome.conclusion) is Missing]
     state = note_outcomes(state, ended.command, missing)

@@ -38,18 +38,25 @@ Conclusions = Mapping[int, Conclusion]
 """What the primary of each replica concluded."""
 
 
-def with_digests_compared(command: Command, outcomes: tuple[AgentOutcome, ...]) -> tuple[AgentOutcome, ...]:
+def with_digests_compared(
+    command: Command, outcomes: tuple[AgentOutcome, ...], served: frozenset[str]
+) -> tuple[AgentOutcome, ...]:
     """Return the outcomes of a load, with the failure of each replica whose bytes are not those of most of its layout.
 
     Digests are compared with others of their kind and layout, which is what stands before the last colon. Without a
-    majority nothing shows which bytes are right, so all of that layout have failed.
+    majority nothing shows which bytes are right, so all of that layout have failed. What is `served` as this version
+    already is right, however many load others.
     """
     if not isinstance(command, WeightSync) or command.phase != "load":
         return outcomes
     digests = [_loaded_digest(line.conclusion, command.version) for line in outcomes]
     holders = Counter(filter(None, digests))
-    layouts = Counter(map(_layout, holders.elements()))
-    wrong = {digest: held for digest, held in holders.items() if 2 * held <= layouts[_layout(digest)]}
+    layouts, settled = Counter(map(_layout, holders.elements())), set(map(_layout, served))
+    wrong = {
+        digest: held
+        for digest, held in holders.items()
+        if (digest not in served if _layout(digest) in settled else 2 * held <= layouts[_layout(digest)])
+    }
     if not wrong:
         return outcomes
     return tuple(

@@ -188,6 +188,16 @@ def quarantined_replicas(state: CoordinatorState) -> frozenset[int]:
     return frozenset(named)
 
 
+def served_digests(state: CoordinatorState) -> frozenset[str]:
+    """Return what replicas hold of the weights that an open sync brings to others, by their heartbeats."""
+    version, holding = (state.sync.version, state.sync.holding) if state.sync is not None else (0, frozenset[int]())
+    members = (state.members.get(f"{replica}.0") for replica in holding)
+    held = (member.status for member in members if member is not None and member.status is not None)
+    return frozenset(
+        status.digest for status in held if status.digest and status.version == version and not status.torn
+    )
+
+
 class ProvenReplicas(NamedTuple):
     """What is proven of the replicas.
 

@@ -288,9 +288,9 @@ def _conclude_down_engines(state: CoordinatorState, sync: Sync, at_us: int) -> C
 
 
 def _give_up(state: CoordinatorState, sync: Sync, event: events.CoordinatorEvent, effects: Effects) -> CoordinatorState:
-    """Report at once, and abort: engines that still wait for what is sent are not waited for."""
-    state = _end(state, sync, "aborted", effects)
-    return _abort_unreported(state, sync, event, effects)
+    """Abort, and report at once: engines that still wait for what is sent are not waited for."""
+    state = _abort_unreported(without_sync(state, sync), sync, event, effects)
+    return _end(state, sync, "aborted", effects)
 
 
 def _abort_unreported(

@@ -85,6 +85,7 @@ def retire(promises: Promises, effect: Retired) -> str:
     wrong = [name for name in running if slot(name).identity.unit not in promises.leaving]
     for name in effect.agents:
         promises.known.pop(name, None)
+        promises.identities.pop(name, None)
         promises.retired[name] = _incarnation(promises.peers.pop(name, "")) or promises.retired.get(name, "")
         promises.joined.pop(name, None)
     promises.ever_retired.update(effect.agents)

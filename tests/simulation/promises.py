@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
 from msgspec.msgpack import Decoder
-from msgspec.structs import replace
 
 from controlplane.machine.events import (
     Conclude,
@@ -446,8 +445,11 @@ class Promises:
         """Who is known and who is live, by what the bus was told and what it sent."""
         if isinstance(event, Opened):
             self.known = dict.fromkeys(self.known, False)
+            self.identities = {name: self.identities[name] for name in self.known}
         elif isinstance(event, PeerLost) and self.peers.get(agent_of(event.peer)) == event.peer:
             self._leaves(agent_of(event.peer))
+            if agent_of(event.peer) not in self.known:  # the bus forgets one that never joined
+                self.identities.pop(agent_of(event.peer), None)
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.message, Welcome | Snapshot):
                 self.judge("P3 answer", leaving.admitted(self, effect.peer))
@@ -466,9 +468,7 @@ class Promises:
                 self.retired.pop(name, None)
 
     def _let_in(self, identity: Identity, incarnation: str) -> None:
-        """P3 and P4: a place has one holder, and the nodes of a replica agree on its shape. One that changes its mode
-        begins anew.
-        """
+        """P3, P4: a place has one holder, the nodes of a replica one shape. With another mode it begins anew."""
         name = identity.agent
         others = {other: place for other, place in self.identities.items() if place.unit == identity.unit}
         if self.known.get(name) and self.joined.get(name, incarnation) != incarnation:
@@ -476,14 +476,13 @@ class Promises:
         for other, place in others.items():
             if other != name and self.known.get(other) and place.shape != identity.shape:
                 self.broken("P4 late joiner", f"{name} is let in as {identity.shape}, and {other} is {place.shape}")
-        if any(place.syncs != identity.syncs for place in others.values()):
+        first = min(others.values(), key=lambda place: place.node_rank, default=identity)
+        if first.syncs != identity.syncs:
             self.begun_anew[identity.unit] = self.head
             for slot in self.world.slots:
                 if slot.identity.unit == identity.unit:
                     slot.ledger.version = 0
                     self.joined.pop(slot.name, None)
-        for other, place in others.items():  # those that are away have the shape of those that came
-            self.identities[other] = replace(identity, node_rank=place.node_rank)
         self.identities[name] = identity
 
     def _leaves(self, name: str) -> None:

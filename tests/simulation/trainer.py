@@ -69,7 +69,6 @@ class Trainer:
         self.tries = 0
         self.asked: SyncRequested | None = None  # the last sync
         self.step = 0
-        self.wronged: set[str] = set()  # labels under which other bytes were pushed
         self.extremes = random.Random(world.seed)  # of its own, so that the other runs stay as they are
         self.extreme = self.extremes.choice(
             (0.0, 0.0, 0.1)
@@ -218,14 +217,11 @@ class Trainer:
         return Pushed(f"push {self.tries}", path if self.pushing.random() < 0.5 else "")
 
     def _pushed_before(self) -> Pushed | None:
-        """Now and then, what was pushed and committed before, to be pushed again as a version of its own. Not under a
-        label that an engine was given with other bytes: what an agent then takes for the version is not settled.
-        """
+        """Now and then, what was pushed and committed before, to be pushed again as a version of its own."""
         if self.world.promises.lost or self.pushing.random() >= 0.25:
             return None
-        pushed = (commit.source for commit in reversed(self.world.promises.commits()))
-        newest = next((source for source in pushed if isinstance(source, Pushed)), None)
-        return None if newest is None or newest.label in self.wronged else newest
+        sources = [commit.source for commit in self.world.promises.commits()]
+        return next((source for source in reversed(sources) if isinstance(source, Pushed)), None)
 
     def on_published(self, bus: Bus, publish: Publish) -> None:
         """Push the weights of a sync to its members once they may be loaded; now and then that fails."""
@@ -263,8 +259,6 @@ class Trainer:
         if lives and sync is not None and sync.request.ticket == asked.ticket and sync.phase == "load":
             seen = engine.kind == "tiny" and asked.manifest is not None
             wrong = self.busy and seen and self.pushing.random() < 0.2
-            wrong = wrong and all(commit.source != source for commit in self.world.promises.commits())  # once each
-            self.wronged |= {source.label} if wrong else set()
             done = engine.push(source, instance, f"not {source.label}" if wrong else weights_of(source))
             self.world.say(f"the trainer pushes {source.label!r}: {done}")
 

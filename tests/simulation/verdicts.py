@@ -70,10 +70,11 @@ def report(promises: Promises, bus: Bus, told: SyncReport) -> str:
     """
     last = told.phases[-1]
     target = promises.log[last.seq].target
-    firsts = {
-        promises.identities[name].unit: promises.identities[name] for name in sorted(promises.known, reverse=True)
-    }
-    known = {place.replica for place in firsts.values() if syncs(place) and target.includes(place)}
+    places = promises.identities
+    firsts = {places[name].unit: places[name] for name in sorted(places, reverse=True)}
+    joined = {places[name].unit for name in promises.known}
+    members = (place for unit, place in firsts.items() if unit in joined and target.includes(place))
+    known = {place.replica for place in members if syncs(place)}
     known -= {unit for unit in promises.leaving if isinstance(unit, int)}
     if leaving := promises.leaving & {*told.quarantined, *told.unproven}:
         return f"the report of v{told.version} names {leaving}, which leaves the fleet"
@@ -162,7 +163,9 @@ def was_given(conclusion: Conclusion, given: list[Outcome]) -> bool:
 
 
 def compared(promises: Promises, before: CoordinatorState, command: object) -> str:
-    """No replica serves a commit whose engine was loaded with other bytes than more than half of its layout."""
+    """No replica serves a commit whose engine was loaded with other bytes than more than half of its layout, unless
+    they are served as this version already.
+    """
     sync = before.sync
     if sync is None or not isinstance(command, WeightSync) or command.phase != "commit":
         return ""
@@ -179,7 +182,12 @@ def compared(promises: Promises, before: CoordinatorState, command: object) -> s
             if isinstance(answer, Acted) and answer.version == command.version and answer.digest:
                 held[replica] = answer.digest
     layouts = [digest.rpartition(":")[0] for digest in held.values()]
+    holders = (before.members.get(f"{replica}.0") for replica in sync.holding)
+    shown = [member.status for member in holders if member is not None and member.status is not None]
+    served = {status.digest for status in shown if status.version == sync.version and not status.torn}
     for replica in held.keys() - command.quarantine:
+        if held[replica] in served:
+            continue
         same, of = list(held.values()).count(held[replica]), layouts.count(held[replica].rpartition(":")[0])
         if 2 * same <= of:
             return f"replica {replica} serves v{command.version} with {held[replica]}, as {same} of {of} do"

@@ -4,6 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from controlplane.machine.coordinator_state import Sync
+from schemas.agent_status import AgentStatus
 from schemas.commands import Checkpoint, Drain, Target, WeightSync
 from schemas.desired import Committed, Desired
 from schemas.events import EngineObserved, MachineSettings, SnapshotReceived, Started
@@ -101,6 +102,23 @@ def test_a_restart_of_its_agent_does_not_bring_it_back_before_the_commit() -> No
     bus.send_returned(bus.tickets)
     assert phase(bus).phase == "commit" and phase(bus).quarantine == {1}
     assert bus.state.desired[1].quarantined == 1
+
+
+@pytest.mark.parametrize(
+    ("digest", "quarantine"), [(A, NONE), (B, {2, 3}), (None, NONE), (OTHER_LAYOUT, NONE)], ids=str
+)
+def test_a_committed_version_stands_for_the_bytes_that_replicas_serve_for_those_that_get_it_later(
+    digest: str | None, quarantine: frozenset[int]
+) -> None:
+    """However many they are."""
+    bus = after_load(loaded(A), loaded(None), NO, NO, quorum=2)
+    bus.answer(a0_0=DONE, a1_0=DONE, a2_0=Skipped(Reason.QUARANTINED), a3_0=Skipped(Reason.QUARANTINED))
+    bus.status("0.0", AgentStatus(ready=True, tokenizer="present", generating=True, version=1, digest=A))
+    bus.sync(1, quorum=2)
+    stale = Skipped(Reason.STALE_VERSION)
+    bus.answer(a0_0=stale, a1_0=stale, a2_0=DONE, a3_0=DONE)
+    bus.answer(a0_0=stale, a1_0=stale, a2_0=loaded(digest), a3_0=loaded(digest))
+    assert (phase(bus).phase, phase(bus).quarantine) == ("commit", quarantine)
 
 
 def test_a_replica_that_drains_before_the_commit_is_not_named_in_it() -> None:

@@ -14,7 +14,7 @@ from controlplane.analysis.invariants import Violation, verify
 from controlplane.machine.events import AnswersReceived, Conclude, Publish, Send, StatusReceived
 from controlplane.record.entries import LogEntry
 from controlplane.replay.recorded_run import RecordedRun
-from schemas.commands import Checkpoint, EngineCommand, Target, WeightSync
+from schemas.commands import Checkpoint, EngineCommand, Pushed, Target, WeightSync
 from schemas.desired import Committed, Desired
 from schemas.events import (
     Answer,
@@ -149,6 +149,23 @@ def test_i1_a_replica_that_did_not_pause_and_was_left_to_generate(tried_again: b
 
 def test_i2_other_weights_under_the_right_number() -> None:
     assert broken(TRAINED, see(digest="0" * 64), "0.0") == {"I2"}
+
+
+@pytest.mark.parametrize(("digest", "instance", "found"), [("b", "one", ["I2"]), ("a", "one", []), ("b", "two", [])])
+def test_i2_other_bytes_than_before_under_a_committed_version(digest: str, instance: str, found: list[str]) -> None:
+    """Also where no sync has announced a digest. Another launch may arrange the same weights in another way."""
+    seen = Observation(
+        engine="tiny 1", instance="one", tokenizer="present", generating=True, version=1, label="step 1", digest="a"
+    )
+    decided: list[Event] = [
+        Started(at_ms=0, identity=Identity(replica=0, node_rank=0), incarnation="i"),
+        SnapshotReceived(at_ms=0, epoch=1, seq=1, desired=Desired(committed=Committed(1, Pushed("step 1"), None))),
+        EngineObserved(at_ms=1, observation=seen),
+        EngineObserved(at_ms=2, observation=replace(seen, digest=None)),
+        EngineObserved(at_ms=3, observation=replace(seen, digest=digest, instance=instance)),
+    ]
+    entries = [recorded(number, event, ()) for number, event in enumerate(decided, start=1)]
+    assert [violation.invariant for violation in verify(entries)] == found
 
 
 def test_i3_two_outcomes_for_one_command() -> None:

@@ -60,6 +60,7 @@ class Run:
 
     def __init__(self, seen: Observation = LABELLED, desired: Desired | None = None, memory: Memory = "agent") -> None:
         self.seen = seen
+        self.loads: str | None = None  # the digest of what it loads
         self.state = AgentState()
         self.calls: list[str] = []
         self.outcomes: list[Outcome] = []
@@ -113,7 +114,8 @@ class Run:
                 self.seen = replace(self.seen, generating=isinstance(perform.call, Resume))
             case Load():
                 label = perform.call.label or str(perform.call.version)
-                self.seen = replace(self.seen, label=label, version=int(label) if label.isdigit() else None)
+                version = int(label) if label.isdigit() else None
+                self.seen = replace(self.seen, label=label, version=version, digest=self.loads)
             case _:
                 pass
         if self.state.activity is not None and self.state.activity.call_id == perform.call_id:
@@ -124,9 +126,9 @@ class Run:
         return self.outcomes[-1]
 
 
-def on_old(desired: Desired = OLD_COMMITTED) -> Run:
+def on_old(desired: Desired = OLD_COMMITTED, digest: str | None = None) -> Run:
     """Return a replica that serves the pushed version 6."""
-    run = Run(replace(LABELLED, label="step 6", version=None), desired)
+    run = Run(replace(LABELLED, label="step 6", version=None, digest=digest), desired)
     assert run.state.engine.version == 6 and is_ready(run.state), trouble(run.state)
     return run
 
@@ -203,6 +205,50 @@ def test_pushed_weights_with_another_digest_than_announced_are_a_mismatch() -> N
     run.push("step 7")
     failure(run.last, ErrorKind.DIGEST_MISMATCH)
     assert run.state.engine.torn
+
+
+@pytest.mark.parametrize("announced", ["the same", None])
+@pytest.mark.parametrize("path", ["", "v6"])
+def test_other_bytes_under_the_label_that_a_replica_has_proven_are_not_served(path: str, announced: str | None) -> None:
+    """It answers the load at once, since it has the label already. What comes afterwards is not what it has proven."""
+    source = replace(OLD, path=path)
+    run = on_old(Desired(committed=Committed(6, source, None)), "the same")
+    manifested = manifest(7, announced) if announced else None
+    run.issue(replace(phase("prepare", 7, source), manifest=manifested)).issue(phase("load"))
+    assert run.last == Acted(calls=(), version=7, digest="the same")
+    run.seen = replace(run.seen, digest="others")
+    run.loads = "the same"
+    run.issue(replace(phase("commit", 7, source), manifest=manifested))
+    if path:
+        assert run.last == Acted(
+            calls=("observe", "check_source", "load", "flush", "resume"), version=7, digest="the same"
+        )
+        assert is_ready(run.state)
+        return
+    assert "weights that can't be trusted" in failure(run.last, ErrorKind.QUARANTINED)
+    assert "resume" not in run.calls and not in_sync(run.state) and "can't be trusted" in trouble(run.state)
+    run.issue(phase("prepare", 8, Pushed("step 8"))).issue(phase("load", 8)).push("step 8")
+    run.issue(phase("commit", 8, Pushed("step 8")))
+    assert run.last == Acted(calls=("observe", "flush", "resume"), version=8, digest="others") and is_ready(run.state)
+
+
+def test_other_bytes_under_the_committed_label_take_a_replica_out_of_service() -> None:
+    run = on_old(digest="the same")
+    run.seen = replace(run.seen, digest="others")
+    run.feed(EngineObserved(at_ms=1, observation=run.seen))
+    assert not in_sync(run.state) and status_of(run.state).torn
+    assert run.calls == [], "an agent that is cut off leaves it to its successor"
+    assert run.heard().calls == ["pause"]
+
+
+def test_an_agent_that_was_killed_during_the_wait_did_not_act_if_other_bytes_came() -> None:
+    prepare = replace(phase("prepare"), manifest=manifest(7, "announced"))
+    run = Run(replace(LABELLED, digest="launched")).issue(prepare).issue(phase("load"))
+    seen = replace(run.seen, label="step 7", version=None, digest="others")
+    started = Started(at_ms=0, identity=PRIMARY, incarnation="b")
+    state, effects = fold(run.state, started, EngineObserved(at_ms=0, observation=seen))
+    failure(outcomes(effects)[-1], ErrorKind.UNKNOWN)
+    assert state.engine.version != 7 or state.engine.torn
 
 
 # --- the end of a wait ------------------------------------------------------------------------------------------------

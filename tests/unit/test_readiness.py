@@ -33,6 +33,13 @@ def test_a_heartbeat_says_what_call_is_in_flight_and_since_when_and_nothing_more
     assert b"since_ms" not in encode(status_of(agent()))
 
 
+def test_a_replica_is_not_ready_while_its_engine_does_not_answer_a_call_that_changes_nothing_desired() -> None:
+    state, effects = fold(agent(), command(FLUSH, 1))
+    assert called(effects) == ["flush"] and not is_ready(state)
+    state, _ = fold(state, events.Tick(at_ms=2000))
+    assert not is_ready(state) and "has not answered flush, past its deadline" in trouble(state)
+
+
 def test_a_replica_that_cannot_load_what_is_committed_is_reported_as_it_is() -> None:
     state, effects = fold(agent(), snapshot(Desired(committed=V1), 3))
     assert called(effects) == ["check_source"]
@@ -43,6 +50,14 @@ def test_a_replica_that_cannot_load_what_is_committed_is_reported_as_it_is() -> 
     assert (status.ready, status.quarantined, status.version) == (False, 1, 0)
     assert status.trouble == "could not load version 1; waits for the next committed sync, or a restart"
     assert not routable(state)
+
+
+def test_an_agent_that_has_not_been_sent_what_is_desired_says_so_in_its_first_life_and_after_its_bus() -> None:
+    waits = "waits for the desired state from its bus"
+    new, _ = fold(AgentState(), events.Started(at_ms=0, identity=PRIMARY, incarnation="i"), observed(PRESENT))
+    assert trouble(new) == waits
+    left, _ = fold(agent(), events.HeadSeen(at_ms=1, epoch=9, seq=0))
+    assert left.joined and trouble(left) == waits
 
 
 @pytest.mark.parametrize("seen", [PAUSED, ASLEEP], ids=["paused", "asleep"])

@@ -159,7 +159,7 @@ def _decide_command(
         state = replace(state, engine=distrusted(state.engine, desired))
     refused = _refusal(state, event, now_ms)
     if refused is None:
-        engine = expect_push(state.engine, desired) if desired is not state.desired else state.engine
+        engine = expect_push(state.engine, state.desired, desired) if desired is not state.desired else state.engine
         decided = replace(
             state,
             seq=seq,
@@ -480,7 +480,7 @@ def _on_snapshot(state: AgentState, event: events.SnapshotReceived, effects: Eff
         seq=event.seq,
         desired=event.desired,
         suppressed=NOTHING_SUPPRESSED,
-        engine=expect_push(distrusted(state.engine, event.desired), event.desired),
+        engine=expect_push(distrusted(state.engine, event.desired), state.desired, event.desired),
         remembered=None,
         bus_lost=False,
         changed_by_others=False,

@@ -78,6 +78,7 @@ def apply_observation(engine: EngineState, observation: Observation) -> EngineSt
         opening=engine.opening and observation.profiling is None,
         closing=engine.closing and observation.profiling is None,
         digest=engine.digest if observation.digest is None else observation.digest,
+        torn=engine.torn or _has_other_bytes(engine, observation),
         launched_from=engine.launched_from or _launched_from(engine, observation),
         recomputes=observation.recomputes,
         adapter_places=observation.adapter_places,
@@ -150,6 +151,12 @@ def _with_label(engine: EngineState, observation: Observation) -> EngineState:
     return replace(engine, label=label, version_label=label, version=version)
 
 
+def _has_other_bytes(engine: EngineState, observation: Observation) -> bool:
+    """Whether the weights of a sync were replaced under their label: a version stands for the same bytes for ever."""
+    given = engine.loaded is not None and engine.label == observation.label
+    return given and None not in (engine.digest, observation.digest) and engine.digest != observation.digest
+
+
 def _is_unproven(engine: EngineState, observation: Observation) -> bool:
     """Whether the observed label is the first one that is known of this launch, and not the label of a launch."""
     if not observation.label or observation.version == 0:
@@ -179,7 +186,7 @@ def changed_by_others(before: EngineState, after: EngineState, desired: Desired)
     return (
         (before.generating is not None and after.generating != before.generating)
         or (not before.unknown and after.asleep != before.asleep)
-        or (not explained and (after.label, after.version) != (before.label, before.version))
+        or (not explained and (after.label, after.version, after.torn) != (before.label, before.version, False))
     )
 
 
@@ -467,7 +474,7 @@ def _is_visible(call: Call, after: EngineState, observation: Observation) -> boo
         case UnloadAdapter():
             return observation.adapters is not None and call.model not in observation.adapters
         case AwaitPush():
-            return observation.label == call.source.label
+            return observation.label == call.source.label and not differs(observation.digest, call.manifest)
         case Load() if call.manifest is not None and call.manifest.content is not None:
             holds = observation.label == call.label if call.label else observation.version == call.version
             return holds and observation.digest == call.manifest.content

@@ -31,11 +31,8 @@ def in_sync(state: AgentState) -> bool:
 
 def _is_disturbed(state: AgentState) -> bool:
     """Whether something is under way, or about to be, during which the replica may not serve."""
-    activity, queue = state.activity, state.queue
-    if activity is None and not queue:
-        return False
-    pausing = activity is not None and not isinstance(activity.calls[0], NO_PAUSE)
-    return pausing or not all(isinstance(queued.command, AdapterSync | AdapterDrop) for queued in queue)
+    pausing = state.activity is not None and not isinstance(state.activity.calls[0], NO_PAUSE)
+    return pausing or not all(isinstance(queued.command, AdapterSync | AdapterDrop) for queued in state.queue)
 
 
 def out_of_service(state: AgentState) -> bool:

@@ -77,9 +77,12 @@ def distrusted(engine: EngineState, desired: Desired) -> EngineState:
     return replace(engine, torn=True, version_label=engine.label) if left_out and not engine.torn else engine
 
 
-def expect_push(engine: EngineState, desired: Desired) -> EngineState:
-    """Return `engine`, whose weights may change while a sync is in progress in which the trainer pushes them."""
-    pushing = desired.sync is not None and isinstance(desired.sync.source, Pushed) and engine.label is not None
+def expect_push(engine: EngineState, before: Desired, desired: Desired) -> EngineState:
+    """Return `engine`, whose weights may change while a sync is in progress in which the trainer pushes them, and may
+    have changed by its end: under a label that it had before, which only a digest shows.
+    """
+    sync = before.sync if desired.sync is None and engine.digest is not None else desired.sync
+    pushing = sync is not None and isinstance(sync.source, Pushed) and engine.label is not None
     return replace(engine, maybe_pushed=True) if pushing and not engine.maybe_pushed else engine
 
 

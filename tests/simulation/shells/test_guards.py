@@ -60,6 +60,12 @@ GUARDS = {
         "self._requested = perform",
         8,
     ),
+    "other bytes under a label": Guard(
+        "workers/machine/observe.py",
+        "torn=engine.torn or _has_other_bytes(engine, observation)",
+        "torn=engine.torn",
+        114,
+    ),
     "a half-open connection": Guard(
         "workers/link/connection.py",
         "if not connecting.cancelled_caught and await self._answers(dealer):",

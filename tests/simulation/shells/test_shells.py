@@ -14,6 +14,7 @@ AT_LENGTH = (pytest.mark.long, pytest.mark.timeout(600))
 SEEDS = [
     pytest.param(0, SHORT, id="0"),
     pytest.param(97, 98, id="an agent that is cut off looks"),
+    pytest.param(114, 115, id="other bytes are pushed under a committed label"),
     pytest.param(289, 290, id="a command is superseded before its call begins"),
     *(pytest.param(first, first + BLOCK, marks=AT_LENGTH, id=str(first)) for first in range(0, 400, BLOCK)),
 ]
