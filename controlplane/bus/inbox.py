@@ -52,6 +52,13 @@ def connection_of(peer: str) -> bytes:
     return bytes.fromhex(peer.rpartition("/")[2])
 
 
+def _peer_at(connection: bytes, agent: str, process: str) -> str:
+    """Return the name of the peer at a connection. Raises WireError."""
+    if len(connection) != 5 or connection[0] != 0:
+        raise WireError(f"a hello of agent {agent} on a connection that chose its own routing id")
+    return f"{agent}/{process}/{connection.hex()}"
+
+
 class Inbox:
     """What arrives at one bus.
 
@@ -201,6 +208,11 @@ class Inbox:
     ) -> None:
         if isinstance(message, wire.Hello):
             self._on_hello(connection, message, key)
+        elif isinstance(message, wire.PlaceRequest):
+            peer = _peer_at(connection, "auto", message.token)
+            self.events.append(
+                events.PlaceRequested(at_us=self._at_us, at_ns=self._at_ns, peer=peer, token=message.token)
+            )
         elif peer is not None:
             self._on_message(peer, header, body, message)
         elif not isinstance(message, wire.Goodbye):
@@ -257,11 +269,9 @@ class Inbox:
     def _on_hello(self, connection: bytes, hello: wire.Hello, key: bytes) -> None:
         """From here on the connection speaks for this agent."""
         name = hello.identity.agent
-        peer = f"{name}/{hello.incarnation}/{connection.hex()}"
+        peer = _peer_at(connection, name, hello.incarnation)
         if self._peers.get(connection, peer) != peer:
             raise WireError(f"a hello of agent {name} on the connection of another one")
-        if len(connection) != 5 or connection[0] != 0:
-            raise WireError(f"a hello of agent {name} on a connection that chose its own routing id")
         if len(peer) > PEER_CHARS_MAX or len(self._peers) >= CONNECTIONS_MAX:
             raise WireError(f"a hello of agent {name} with too long an incarnation, or with too many others")
         self._peers[connection] = peer

@@ -88,6 +88,7 @@ AWAY = Report(
     seq=8, origin=2, command=SYNC, outcomes=(AgentOutcome(agent="3.0", conclusion=Missing("absent", away_ms=180_000)),)
 )
 
+TOKEN = "0123456789abcdef" * 2
 URL = "http://node-1:8000"
 
 SAMPLES: tuple[Struct, ...] = (
@@ -105,6 +106,7 @@ SAMPLES: tuple[Struct, ...] = (
     wire.Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242),
     wire.Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242, rejoin=True, endpoint=URL),
     wire.Leave(grace_ms=30_000),
+    wire.PlaceRequest(token=TOKEN),
     wire.Join(),
     STATUS,
     AgentStatus(ready=True, clock=CLOCK),
@@ -129,6 +131,7 @@ SAMPLES: tuple[Struct, ...] = (
     wire.Replay(records=(wire.CommandRecord(origin=2, seq=7, envelope=ENVELOPE),)),
     wire.Ack(journal="j", through=12),
     wire.Rejoin(reason="say hello", give_up=True),
+    wire.PlaceAssigned(replica=3),
     wire.TimeReply(sent_ns=5_000_000_000, received_ns=1_700_000_000_000_000_000, replied_ns=1_700_000_000_000_030_000),
     wire.TimeReply(sent_ns=5_000_000_000, received_ns=1, replied_ns=2, heartbeat_ms=4096),
     # operators
@@ -249,6 +252,7 @@ SAMPLES: tuple[Struct, ...] = (
         adapter=commands.AdapterRequest(name="policy", config="cc", base=5, keep=3),
     ),
     bus.LeaveRequested(at_us=3, at_ns=4, peer="1.0/i", grace_ms=30_000),
+    bus.PlaceRequested(at_us=3, at_ns=4, peer=f"auto/{TOKEN}/00", token=TOKEN),
     bus.RetireRequested(at_us=3, at_ns=4, ticket=3, places=("3", "1.1")),
     bus.SamplesCounted(
         at_us=3,

@@ -30,7 +30,8 @@ QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=100, agent_timeout_ms=500, r
 class Node:
     """One agent process. What it says is kept in a file, so that nothing blocks it."""
 
-    def __init__(self, bus: str, folder: Path, replica: int, node_rank: int, *options: str) -> None:
+    def __init__(self, bus: str, folder: Path, replica: int | str, node_rank: int, *options: str) -> None:
+        folder.mkdir(exist_ok=True)
         place = ["--replica", str(replica), "--node-rank", str(node_rank), "--nnodes", "2"]
         folders = {"--checkpoints": folder, "--traces": folder / "traces", "--state-dir": folder / "state"}
         self._command = ["-m", "controlplane.cli", "agent", "--bus", bus, "--engine", "tiny", *place, *options]
