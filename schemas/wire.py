@@ -10,7 +10,7 @@ from typing import Annotated, Final, TypeVar, get_args
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from schemas.agent_status import AgentStatus
+from schemas.agent_status import AgentStatus, RequestCounts
 from schemas.commands import AdapterRequest, Command, Grace, RelativePath, Target, UnknownCommand
 from schemas.desired import Desired
 from schemas.errors import WireError
@@ -168,7 +168,7 @@ class PlaceRequest(Struct, frozen=True, kw_only=True, tag="place_request"):
 
 
 _Told = CommandOutcome | ResendRequest | DecisionBatch
-Upward = Hello | Join | AgentStatus | TimeRequest | _Told | Leave | Goodbye | PlaceRequest
+Upward = Hello | Join | AgentStatus | TimeRequest | RequestCounts | _Told | Leave | Goodbye | PlaceRequest
 
 # --- bus to agent -----------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from controlplane.machine.coordinator_state import CoordinatorState, member_at
 from controlplane.machine.permissions import Grant, refusal
 from controlplane.record.log import RunLog
 from schemas import wire
-from schemas.agent_status import AgentStatus
+from schemas.agent_status import AgentStatus, RequestCounts
 from schemas.errors import WireError
 from schemas.identity import agent_of
 from schemas.logs import logger_of
@@ -73,6 +73,7 @@ class Inbox:
         unregistered: Connections that sent something without a hello; to be told to say it.
         denied: Connections whose key does not allow what they sent, with what to tell them.
         time_replies: For agents that asked for the time; to be completed and sent at once.
+        request_counts: What each peer last said of its engine's requests.
         operators_only: Messages of agents are ignored from now on.
         keys_changed: Set it when `grant_of` may answer differently from now on.
     """
@@ -86,6 +87,7 @@ class Inbox:
         self.denied: dict[bytes, wire.Rejoin | wire.RequestRejected] = {}
         self.time_replies: list[tuple[str, wire.TimeReply]] = []
         self.last_heard_us: dict[str, int] = {}
+        self.request_counts: dict[str, RequestCounts] = {}
         self.operators_only = self.keys_changed = False
         self.malformed = 0
         self._log, self._grant_of = log, grant_of
@@ -237,6 +239,8 @@ class Inbox:
                     received_ns = wall_clock_ns()
                     reply = wire.TimeReply(sent_ns=message.sent_ns, received_ns=received_ns, replied_ns=received_ns)
                     self.time_replies.append((peer, reply))
+            case RequestCounts():
+                self.request_counts[peer] = message
             case wire.DecisionBatch():
                 self._on_decisions(peer, message)
             case wire.ResendRequest(first=first, credit=credit):
@@ -331,6 +335,7 @@ class Inbox:
         del self._peers[connection], self.last_heard_us[peer]
         self._keys.pop(connection, None)
         self._last_status.pop(peer, None)
+        self.request_counts.pop(peer, None)
 
     def _on_malformed(self, frames: list[bytes], error: Exception) -> None:
         """Count it, and log it now and then: by hash, since the bytes are a stranger's."""

@@ -9,7 +9,7 @@ from typing import Final, Literal
 from msgspec import Struct
 
 from schemas import wire
-from schemas.agent_status import AgentStatus
+from schemas.agent_status import AgentStatus, RequestCounts
 
 KeyRole = Literal["agent", "operator", "observer"]
 """`agent` joins the fleet, `operator` reads the status, publishes commands and syncs weights, `observer` only reads."""
@@ -20,7 +20,7 @@ PLACES_NAMED: Final = 8
 """Places of a key that a refusal names: it must fit into a message."""
 MAY_SEND: Final[dict[KeyRole, tuple[type, ...]]] = {
     "agent": (
-        *(wire.Hello, wire.Join, AgentStatus, wire.TimeRequest),
+        *(wire.Hello, wire.Join, AgentStatus, wire.TimeRequest, RequestCounts),
         *(wire.CommandOutcome, wire.ResendRequest, wire.DecisionBatch, wire.Leave, wire.Goodbye, wire.PlaceRequest),
     ),
     "operator": (wire.StatusRequest, wire.Submit, wire.SyncRequest, wire.Retire),

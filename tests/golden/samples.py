@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from controlplane.machine import events as bus
 from schemas import commands, wire
 from schemas import events as agent
-from schemas.agent_status import AgentStatus, Clock
+from schemas.agent_status import AgentStatus, Clock, RequestCounts
 from schemas.desired import Adapter, Committed, Desired, ProfileSession, Syncing
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.outcomes import Acted, ErrorKind, Failed, Missing, Reason, Skipped, Trace
@@ -114,6 +114,7 @@ SAMPLES: tuple[Struct, ...] = (
     AgentStatus(ready=True, activity="load", since_ms=4_000, clock=CLOCK),
     AgentStatus(ready=True, adapters_missing=("policy-v7",), adapters_left=("policy-v5",)),
     wire.TimeRequest(sent_ns=5_000_000_000),
+    RequestCounts(running=2, waiting=5),
     wire.CommandOutcome(
         outcome=Acted(calls=("load",), version=5, digest="dd", auto_stopped=True, traces=(TRACE,)), rule=10
     ),
@@ -157,6 +158,7 @@ SAMPLES: tuple[Struct, ...] = (
                 waits_for=("a",),
                 latency_us=1200,
                 call_ms=42_000,
+                requests=RequestCounts(running=2, waiting=5),
             ),
         ),
         open=("pause (seq 7) waits for 1.0",),

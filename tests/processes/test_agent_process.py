@@ -7,6 +7,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
@@ -113,6 +114,23 @@ def test_it_serves_metrics_where_it_says(plane: ControlPlane, tmp_path: Path) ->
         with urllib.request.urlopen(address, timeout=60) as answer:
             assert b"rolloutctl_agent_bus_connected 1.0" in answer.read()
         assert node.end(signal.SIGTERM) == 0
+
+
+def test_the_status_says_how_many_requests_run_and_wait(plane: ControlPlane, tmp_path: Path) -> None:
+    def requests() -> object:
+        status = json.loads(typed("status", "--json", "--bus", plane.address).stdout)
+        return [line["requests"] for line in status["agents"]]
+
+    front = f"ipc://{tmp_path}/engine"
+    with Node(plane.address, tmp_path, 0, 0, "--serve", front), ThreadPoolExecutor() as pool:
+        plane.wait_for_agents(1, timeout=60).wait()
+        wait_until(lambda: requests() == [{"type": "request_counts", "running": 0, "waiting": 0}])
+        plane.pause().wait().raise_for_failures()
+        held = [pool.submit(TinyClient(front).generate, [[3]], 4) for _ in range(2)]
+        wait_until(lambda: requests() == [{"type": "request_counts", "running": 0, "waiting": 2}])
+        plane.resume().wait().raise_for_failures()
+        assert all(len(request.result(60)[0].tokens) == 4 for request in held)
+        wait_until(lambda: requests() == [{"type": "request_counts", "running": 0, "waiting": 0}])
 
 
 def test_a_node_without_a_tokenizer_never_loads_torch(plane: ControlPlane, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from controlplane.bus.key_folder import AllowedKey, KeyFolder
 from controlplane.cli.__main__ import cli
 from controlplane.machine.permissions import MAY_SEND, Grant, KeyRole, refusal
 from schemas import wire
-from schemas.agent_status import AgentStatus
+from schemas.agent_status import AgentStatus, RequestCounts
 from schemas.errors import ConfigError, KeyFileError
 from schemas.transport.keys import KeyPair, KeySource, PeerKeys, read_peer_keys, write_private
 from tests.golden.samples import SAMPLES
@@ -293,6 +293,7 @@ TABLE: list[tuple[KeyRole, tuple[str, ...], type, str | None, str]] = [
     ("agent", (), wire.Join, "0.0", ""),
     ("agent", (), AgentStatus, "0.0", ""),
     ("agent", (), wire.TimeRequest, None, ""),
+    ("agent", (), RequestCounts, "0.0", ""),
     ("agent", (), wire.CommandOutcome, "0.0", ""),
     ("agent", (), wire.ResendRequest, "0.0", ""),
     ("agent", (), wire.DecisionBatch, "0.0", ""),
