@@ -320,7 +320,7 @@ def _forgotten_if_taken(assigned: Path | None) -> Iterator[None]:
         yield
     except IdentityTaken:
         if assigned is not None:
-            assigned.unlink()  # started again, it is assigned another one
+            assigned.unlink(missing_ok=True)  # started again, it is assigned another one
         raise
 
 
