@@ -26,6 +26,7 @@ from controlplane.machine.coordinator import LOGIC
 from controlplane.machine.coordinator_state import CoordinatorState
 from controlplane.machine.replicas import is_primary, proven_replicas, quarantined_replicas, syncing_replicas
 from controlplane.plane import ControlPlane
+from schemas.agent_status import RequestCounts
 from schemas.commands import SyncPhase, Target, WeightSync
 from schemas.formatting import command_kind, kind_and_reason
 from schemas.identity import ROLLOUT
@@ -64,6 +65,8 @@ READ: Final[Table] = {
     "rolloutctl_replica_version_lag": ("Committed version minus the one that it holds.", ("replica",)),
     "rolloutctl_replica_quarantined": ("1 if it could not follow a sync and is out of service.", ("replica",)),
     "rolloutctl_replica_silence_seconds": ("Time since the last message of its quietest live agent.", ("replica",)),
+    "rolloutctl_replica_requests_running": ("Requests that its engine generates, if it says so.", ("replica",)),
+    "rolloutctl_replica_requests_waiting": ("Requests that wait in its engine, if it says so.", ("replica",)),
     "rolloutctl_committed_version": ("Newest committed weights.", ()),
     "rolloutctl_sync_in_progress": ("1 during a weight sync.", ()),
     "rolloutctl_adapter_version": ("Newest committed version of a LoRA adapter.", ("adapter",)),
@@ -242,6 +245,11 @@ def _read_replicas(state: CoordinatorState, bus: Bus) -> Iterator[Sample]:
         replica, status = identity.replica, member.status
         if member.state == "live" and identity.role == ROLLOUT:
             silence_us[replica] = max(silence_us.get(replica, 0), bus.silent_us(member.peer))
+            requests = bus.inbox.request_counts.get(member.peer, RequestCounts())
+            if requests.running is not None:
+                yield "rolloutctl_replica_requests_running", (str(replica),), requests.running
+            if requests.waiting is not None:
+                yield "rolloutctl_replica_requests_waiting", (str(replica),), requests.waiting
         if not is_primary(member) or replica not in syncing:
             continue
         label = (str(replica),)

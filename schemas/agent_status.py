@@ -37,6 +37,19 @@ class Observed(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return ", ".join(["observed", weights, generating, *(["profiling"] if self.profiling else [])])
 
 
+class RequestCounts(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True, tag="request_counts"):
+    """Requests of the engine, by its own counters. Sent with some heartbeats, if it has changed. No decision depends on
+    it, so it is not recorded.
+
+    Attributes:
+        running: Those that are being generated; None if the engine does not say.
+        waiting: Those that wait until they are; None likewise.
+    """
+
+    running: Count | None = None
+    waiting: Count | None = None
+
+
 class AgentStatus(Struct, frozen=True, gc=False, kw_only=True, tag="status", omit_defaults=True):
     """The heartbeat: what an agent and its engine are doing. The header's seq is the last command applied.
 

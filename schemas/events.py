@@ -286,6 +286,7 @@ class Observation(Struct, frozen=True, kw_only=True, omit_defaults=True):
         digest: sha256 of the weights themselves.
         remedies: What helps when a call failed or was not answered; None for nothing.
         running: Requests that are being generated.
+        waiting: Requests that wait until they are.
         generated: Tokens generated since the launch.
         recomputes: A flush also succeeds while requests are frozen, and they are computed anew when they continue.
         trouble: Why the engine can't be used from here, in its own words: it refuses the key, say.
@@ -306,6 +307,7 @@ class Observation(Struct, frozen=True, kw_only=True, omit_defaults=True):
     digest: Name | None = None
     remedies: Remedies | None = None
     running: Count | None = None
+    waiting: Count | None = None
     generated: Count | None = None
     recomputes: bool = False
     trouble: Text | None = None

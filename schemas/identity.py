@@ -38,6 +38,7 @@ Moment = Annotated[int, Meta(ge=-(1 << 43), le=1 << 43)]
 """A reading of a monotonic clock in milliseconds: 278 years. In nanoseconds it fits into 64 bits."""
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
+Token = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$(?!\n)")]
 Label = Annotated[str, Meta(max_length=200)]
 """An engine's own name of its weights; empty for none."""
 LAUNCH_LABEL: Final = "default"

@@ -10,7 +10,7 @@ from typing import Final, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from schemas.agent_status import AgentStatus
+from schemas.agent_status import AgentStatus, RequestCounts
 from schemas.commands import Command, EpochStart
 from schemas.errors import CommandFailed
 from schemas.formatting import (
@@ -72,6 +72,7 @@ class AgentLine(Struct, frozen=True, gc=False, kw_only=True):
         serving: On node rank 0, the version that its replica is proven to serve; None if it is not proven to serve.
         latency_us: From publishing a command to the arrival of its newest answer; None if it has not answered lately.
         call_ms: How long the engine call in flight has taken; None if none is, or if its clock is not known yet.
+        requests: How many its engine had, up to three heartbeats ago; None if it does not say.
         newer: What the bus knows of it that `status`, which is as old as the newest heartbeat, does not say.
     """
 
@@ -87,6 +88,7 @@ class AgentLine(Struct, frozen=True, gc=False, kw_only=True):
     serving: Count | None = None
     latency_us: Count | None = None
     call_ms: Count | None = None
+    requests: RequestCounts | None = None
     newer: Text = ""
 
     @property

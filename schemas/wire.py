@@ -10,7 +10,7 @@ from typing import Annotated, Final, TypeVar, get_args
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from schemas.agent_status import AgentStatus
+from schemas.agent_status import AgentStatus, RequestCounts
 from schemas.commands import AdapterRequest, Command, Grace, RelativePath, Target, UnknownCommand
 from schemas.desired import Desired
 from schemas.errors import WireError
@@ -25,7 +25,9 @@ from schemas.identity import (
     Nanoseconds,
     Port,
     Positive,
+    ReplicaIndex,
     Text,
+    Token,
     Url,
 )
 from schemas.outcomes import Outcome
@@ -155,7 +157,18 @@ class Leave(Struct, frozen=True, kw_only=True, tag="leave"):
     grace_ms: Grace
 
 
-Upward = Hello | Join | AgentStatus | TimeRequest | CommandOutcome | ResendRequest | DecisionBatch | Leave | Goodbye
+class PlaceRequest(Struct, frozen=True, kw_only=True, tag="place_request"):
+    """Ask which replica to be, before the hello. The bus assigns the lowest index that is free.
+
+    Attributes:
+        token: Random id of this request, which may be sent again.
+    """
+
+    token: Token
+
+
+_Told = CommandOutcome | ResendRequest | DecisionBatch
+Upward = Hello | Join | AgentStatus | TimeRequest | RequestCounts | _Told | Leave | Goodbye | PlaceRequest
 
 # --- bus to agent -----------------------------------------------------------------------------------------------------
 
@@ -241,7 +254,13 @@ class TimeReply(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="time
     heartbeat_ms: Milliseconds | None = None
 
 
-Downward = Welcome | Snapshot | Replay | Ack | Rejoin | TimeReply
+class PlaceAssigned(Struct, frozen=True, kw_only=True, tag="place_assigned"):
+    """Answer to `PlaceRequest`. No other is assigned it before its agent has had a lease to say hello."""
+
+    replica: ReplicaIndex
+
+
+Downward = Welcome | Snapshot | Replay | Ack | Rejoin | TimeReply | PlaceAssigned
 Received = Welcome | Snapshot | Page | Ack | Rejoin | TimeReply
 """What an agent decodes: `Downward`, with its pages of replay unread."""
 

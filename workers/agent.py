@@ -270,6 +270,7 @@ class Agent:
             now_ms=self._now_ms,
             wake_at=wake_at,
             wall_ns=self._wall_ns,
+            counts=lambda: driver.counts,
             keys=self._keys,
             dialled=self._faults.dialled if self._faults is not None else as_it_is,
             endpoint=self._endpoint,

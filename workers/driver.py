@@ -23,6 +23,7 @@ from typing import Final
 import anyio
 from anyio import CancelScope
 
+from schemas.agent_status import RequestCounts
 from schemas.errors import CheckpointError, EngineError, RefusedError, UnansweredError, UnsupportedError
 from schemas.events import (
     AwaitIdle,
@@ -74,7 +75,11 @@ _DISK_CALLS = (CollectTraces, FinishProfile)
 
 
 class EngineDriver:
-    """Drives the engine of one agent during one incarnation."""
+    """Drives the engine of one agent during one incarnation.
+
+    Attributes:
+        counts: Of the engine's requests, when they were last observed.
+    """
 
     def __init__(
         self,
@@ -91,6 +96,7 @@ class EngineDriver:
         self._traces, self._observe_ms = traces, observe_ms
         self._state, self._handle = state, handle
         self._now_ms, self._wake_at = now_ms, wake_at
+        self.counts = RequestCounts()
         self._requested: Perform | None = None
         self._wake = asyncio.Event()
         self._ending = False
@@ -258,6 +264,8 @@ class EngineDriver:
                 if observation != self._observed and not is_readable(EngineObserved(at_ms=0, observation=observation)):
                     return self._not_read("returned what can't be recorded")
                 self._unreadable = None
+                if observation.running is not None:  # after a call it is not counted
+                    self.counts = RequestCounts(running=observation.running, waiting=observation.waiting)
                 return observation
         gave_way = self._requested is not None  # in the very moment in which its time was over
         if gave_way or limit_s < OBSERVE_S or anyio.current_time() < scope.deadline:
@@ -266,6 +274,7 @@ class EngineDriver:
 
     def _not_read(self, what: str) -> Observation:
         """Return an observation of an engine that can't be read: the same for as long as that lasts."""
+        self.counts = RequestCounts()
         if self._unreadable is None:
             name = self._state().engine.name
             trouble = f"{name} can't be read: {type(self._engine).__name__}.observe {what}"
@@ -314,7 +323,7 @@ def _idle_for(seconds: float) -> Callable[[Observation], bool]:
     def shown_by(observation: Observation) -> bool:
         nonlocal busy_at
         now = anyio.current_time()
-        if observation.running != 0:
+        if observation.running != 0 or observation.waiting:
             busy_at = now
         return now - busy_at >= seconds
 

@@ -112,6 +112,8 @@ def _peer_event(event: bus_events.PeerEvent) -> str:
             return f"requests the records from {event.first} again"
         case bus_events.LeaveRequested():
             return "asks to leave the fleet"
+        case bus_events.PlaceRequested():
+            return "asks for a free place"
         case bus_events.PeerLost():
             return f"is lost: {event.reason}"
         case _:

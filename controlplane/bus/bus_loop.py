@@ -148,6 +148,7 @@ class BusLoop:
             str(self._log.path),
             self.inbox.last_heard_us,
             self._recent.latencies_us(),
+            self.inbox.request_counts,
             wall_clock_ns(),
         )
         failures, descriptors = self._recent.failures(now_us), self._descriptors.warning

@@ -26,7 +26,7 @@ from controlplane.machine.coordinator_state import CoordinatorState, member_at
 from controlplane.machine.permissions import Grant, refusal
 from controlplane.record.log import RunLog
 from schemas import wire
-from schemas.agent_status import AgentStatus
+from schemas.agent_status import AgentStatus, RequestCounts
 from schemas.errors import WireError
 from schemas.identity import agent_of
 from schemas.logs import logger_of
@@ -52,6 +52,13 @@ def connection_of(peer: str) -> bytes:
     return bytes.fromhex(peer.rpartition("/")[2])
 
 
+def _peer_at(connection: bytes, agent: str, process: str) -> str:
+    """Return the name of the peer at a connection. Raises WireError."""
+    if len(connection) != 5 or connection[0] != 0:
+        raise WireError(f"a hello of agent {agent} on a connection that chose its own routing id")
+    return f"{agent}/{process}/{connection.hex()}"
+
+
 class Inbox:
     """What arrives at one bus.
 
@@ -66,6 +73,7 @@ class Inbox:
         unregistered: Connections that sent something without a hello; to be told to say it.
         denied: Connections whose key does not allow what they sent, with what to tell them.
         time_replies: For agents that asked for the time; to be completed and sent at once.
+        request_counts: What each peer last said of its engine's requests.
         operators_only: Messages of agents are ignored from now on.
         keys_changed: Set it when `grant_of` may answer differently from now on.
     """
@@ -79,6 +87,7 @@ class Inbox:
         self.denied: dict[bytes, wire.Rejoin | wire.RequestRejected] = {}
         self.time_replies: list[tuple[str, wire.TimeReply]] = []
         self.last_heard_us: dict[str, int] = {}
+        self.request_counts: dict[str, RequestCounts] = {}
         self.operators_only = self.keys_changed = False
         self.malformed = 0
         self._log, self._grant_of = log, grant_of
@@ -201,6 +210,11 @@ class Inbox:
     ) -> None:
         if isinstance(message, wire.Hello):
             self._on_hello(connection, message, key)
+        elif isinstance(message, wire.PlaceRequest):
+            peer = _peer_at(connection, "auto", message.token)
+            self.events.append(
+                events.PlaceRequested(at_us=self._at_us, at_ns=self._at_ns, peer=peer, token=message.token)
+            )
         elif peer is not None:
             self._on_message(peer, header, body, message)
         elif not isinstance(message, wire.Goodbye):
@@ -225,6 +239,8 @@ class Inbox:
                     received_ns = wall_clock_ns()
                     reply = wire.TimeReply(sent_ns=message.sent_ns, received_ns=received_ns, replied_ns=received_ns)
                     self.time_replies.append((peer, reply))
+            case RequestCounts():
+                self.request_counts[peer] = message
             case wire.DecisionBatch():
                 self._on_decisions(peer, message)
             case wire.ResendRequest(first=first, credit=credit):
@@ -257,11 +273,9 @@ class Inbox:
     def _on_hello(self, connection: bytes, hello: wire.Hello, key: bytes) -> None:
         """From here on the connection speaks for this agent."""
         name = hello.identity.agent
-        peer = f"{name}/{hello.incarnation}/{connection.hex()}"
+        peer = _peer_at(connection, name, hello.incarnation)
         if self._peers.get(connection, peer) != peer:
             raise WireError(f"a hello of agent {name} on the connection of another one")
-        if len(connection) != 5 or connection[0] != 0:
-            raise WireError(f"a hello of agent {name} on a connection that chose its own routing id")
         if len(peer) > PEER_CHARS_MAX or len(self._peers) >= CONNECTIONS_MAX:
             raise WireError(f"a hello of agent {name} with too long an incarnation, or with too many others")
         self._peers[connection] = peer
@@ -321,6 +335,7 @@ class Inbox:
         del self._peers[connection], self.last_heard_us[peer]
         self._keys.pop(connection, None)
         self._last_status.pop(peer, None)
+        self.request_counts.pop(peer, None)
 
     def _on_malformed(self, frames: list[bytes], error: Exception) -> None:
         """Count it, and log it now and then: by hash, since the bytes are a stranger's."""

@@ -3,6 +3,7 @@
 One request, one reply; that of a large fleet comes in parts.
 """
 
+import secrets
 from typing import Final, TypeVar
 
 import anyio
@@ -13,13 +14,16 @@ from schemas import wire
 from schemas.commands import AdapterDrop, AdapterRequest, Drain, EngineCommand, ProfileCommand, Target
 from schemas.config import milliseconds, within_bounds
 from schemas.errors import BusUnreachable, CommandError, KeyRefused
+from schemas.logs import logger_of
 from schemas.reports import FleetStatus, Report, SyncReport
 from schemas.transport.addresses import NOWHERE, read_address
 from schemas.transport.handshakes import DialledSocket, connect
 from schemas.transport.keys import KeySource
 from schemas.transport.sockets import agent_dealer
 
-R = TypeVar("R", FleetStatus, Report, SyncReport)
+logger = logger_of("agent")
+
+R = TypeVar("R", FleetStatus, Report, SyncReport, wire.PlaceAssigned)
 
 ANSWER_S: Final = 5.0
 """How long a bus may take to reply, in addition to the timeout of a command."""
@@ -93,7 +97,26 @@ async def retire(
     return await _ask(bus, wire.Retire(places=places), FleetStatus, milliseconds(timeout_s) / 1000, keys)
 
 
-async def _ask(bus: str, request: wire.Operator, expected: type[R], timeout_s: float, keys: KeySource | None) -> R:
+async def assigned_replica(bus: str, keys: KeySource | None) -> int:
+    """Return which replica an agent is to be. Waits for a bus.
+
+    Raises:
+        KeyRefused, BusAddressError: As for `submit`.
+        CommandError: The bus is full, or the key is for other places.
+    """
+    request, waited_for = wire.PlaceRequest(token=secrets.token_hex(16)), ""
+    while True:
+        try:
+            return (await _ask(bus, request, wire.PlaceAssigned, ANSWER_S, keys)).replica
+        except BusUnreachable as error:
+            if str(error) != waited_for:
+                logger.warning("waiting to be assigned a replica: %s", waited_for := str(error))
+            await anyio.sleep(1)
+
+
+async def _ask(
+    bus: str, request: wire.Operator | wire.PlaceRequest, expected: type[R], timeout_s: float, keys: KeySource | None
+) -> R:
     credentials = keys.credentials() if keys is not None else None
     bus, named = read_address(bus), bus
     if bus == NOWHERE:
@@ -111,7 +134,7 @@ async def _ask(bus: str, request: wire.Operator, expected: type[R], timeout_s: f
                     if reply.left:
                         continue
                     reply = wire.decode_downward(whole)
-                if isinstance(reply, wire.RequestRejected):
+                if isinstance(reply, wire.RequestRejected) or (isinstance(reply, wire.Rejoin) and reply.give_up):
                     raise CommandError(f"the bus at {bus} refused: {reply.reason}")
                 if isinstance(reply, expected):
                     return reply

@@ -1,9 +1,11 @@
 """`rolloutctl agent`: runs one agent beside one node of a replica until it is stopped."""
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote, urlsplit
 
 import anyio
 import click
@@ -15,11 +17,13 @@ from controlplane.cli.command_line import BUS_HELP, Command, api_key_file, metri
 from controlplane.cli.config_file import config_text, read_config_file, require_trusted
 from schemas.commands import ProfilePlan
 from schemas.config import TIMEOUT_MAX_S, AgentConfig, milliseconds
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, IdentityTaken
 from schemas.identity import GPUS_PER_NODE_MAX, NODES_MAX, REPLICAS_MAX, Identity, RolloutMode
 from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig, read_config
+from schemas.storage.atomic_write import atomic_write
 from schemas.transport.addresses import is_file
+from schemas.transport.keys import KeySource
 from schemas.transport.sockets import stays_here
 from workers.agent import Agent
 from workers.engine import Engine, EngineView
@@ -39,6 +43,7 @@ logger = logger_of("agent")
 
 
 _PATH = click.Path(path_type=Path)
+AUTO: Final = "auto"
 MODES = tuple(mode.value for mode in RolloutMode if mode is not RolloutMode.OBSERVED)
 OBSERVING = frozenset(
     {
@@ -79,6 +84,12 @@ RARE = frozenset(
 )
 
 
+class _Replica(click.IntRange):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the index, or `auto`."""
+        return value if value == AUTO else super().convert(value, param, ctx)
+
+
 @click.command(
     cls=Command,
     sections=SECTIONS,
@@ -99,10 +110,10 @@ RARE = frozenset(
 @click.option("--key", "keys", type=_PATH, envvar="ROLLOUTCTL_KEY_FILE", help="File with this agent's key.")
 @click.option(
     "--replica",
-    metavar="N",
-    type=click.IntRange(0, REPLICAS_MAX - 1),
+    metavar="N|auto",
+    type=_Replica(0, REPLICAS_MAX - 1),
     required=True,
-    help="Index of the replica in the job.",
+    help="Index of the replica in the job; auto: one that is free, see docs/fleet.md.",
 )
 @click.option(
     "--node-rank",
@@ -238,6 +249,8 @@ def agent(
     if print_config:
         click.echo(config_text(context))
         return
+    assigned = _assigned(state_dir, options, bus, keys) if options["replica"] == AUTO else None
+    state_dir = assigned.parent if assigned is not None else state_dir
     identity = _identity(options, gpus_per_node, RolloutMode.OBSERVED if observe else RolloutMode(mode))
     engine: Engine | EngineView
     traces, stacks, router, server_pid = None, None, None, None
@@ -259,7 +272,7 @@ def agent(
         on_lost_bus=options["on_lost_bus"],
         memory=options["memory"],
         wedged_after_s=options["wedged_after"],
-        rejoin=rejoin,
+        rejoin=rejoin or assigned is not None,
     )
     node = Agent(
         bus=bus,
@@ -274,7 +287,41 @@ def agent(
         endpoint=_endpoint(options, bus),
     )
     ends = (signal.SIGTERM,) if drain is None else ()
-    interrupt.run(_serve, node, bus, router, options["metrics_port"], drain, ends=ends)
+    with _forgotten_if_taken(assigned):
+        interrupt.run(_serve, node, bus, router, options["metrics_port"], drain, ends=ends)
+
+
+def _assigned(state_dir: Path | None, options: dict[str, Any], bus: str, keys: Path | None) -> Path:
+    """Set the replica to the one that the agent was assigned. Return the file that names it, in a folder of its engine.
+
+    It asks the bus the first time only: an agent that starts again while there is no bus has its engine to look after.
+    """
+    from controlplane.bus.operator import assigned_replica
+
+    if options["nnodes"] > 1:
+        raise ConfigError("--replica auto is for replicas of one node: give all nodes of a larger one the same index.")
+    engine = options["url"] or options["serve"] or options["engine"]
+    file = (state_dir or state_folder(bus)) / f"auto-{quote(engine, safe='')}" / "replica"
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not file.exists():
+            replica = interrupt.run(assigned_replica, bus, KeySource.find(keys))
+            with atomic_write(file, force=True) as out:
+                out.write(str(replica).encode())
+        options["replica"] = int(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"{file} can't be used ({error.strerror}): name another --state-dir") from error
+    return file
+
+
+@contextmanager
+def _forgotten_if_taken(assigned: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except IdentityTaken:
+        if assigned is not None:
+            assigned.unlink(missing_ok=True)  # started again, it is assigned another one
+        raise
 
 
 def _identity(options: dict[str, Any], gpus_per_node: int, mode: RolloutMode) -> Identity:

@@ -10,6 +10,7 @@ The `on_…` functions handle one event each: they return the next state and app
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -32,10 +33,29 @@ from controlplane.machine.publishing import send_missing
 from schemas.desired import Adapter, Desired
 from schemas.formatting import agent_order, format_agents, format_list
 from schemas.identity import ROLLOUT, Identity, RolloutMode, replica_and_node
-from schemas.wire import Rejoin, Snapshot, Welcome
+from schemas.wire import PlaceAssigned, Rejoin, Snapshot, Welcome
 
 K = TypeVar("K")
 V = TypeVar("V")
+
+
+def on_place_requested(state: CoordinatorState, event: events.PlaceRequested, effects: Effects) -> CoordinatorState:
+    """Assign the lowest free replica, also a retired one. It is kept for a lease, in which its agent says hello."""
+    identities = (member.hello.identity for member in state.members.values())
+    known = {identity.replica for identity in identities if identity.role == ROLLOUT}
+    assigned = {
+        token: (replica, at_us)
+        for token, (replica, at_us) in state.assigned.items()
+        if event.at_us - at_us < state.settings.lease_ms * 1000
+    }
+    taken = known.union(replica for replica, _ in assigned.values())
+    if event.token not in assigned:
+        if len(taken) >= state.settings.agents_max:
+            send(state, event.peer, Rejoin(reason=_full(state), give_up=True), effects)
+            return state
+        assigned[event.token] = next(index for index in count() if index not in taken), event.at_us
+    send(state, event.peer, PlaceAssigned(replica=assigned[event.token][0]), effects)
+    return replace(state, assigned=assigned)
 
 
 def on_hello(state: CoordinatorState, event: events.HelloReceived, effects: Effects) -> CoordinatorState:
@@ -193,6 +213,7 @@ def on_join(
         state,
         members={**state.members, name: member},
         desired={**state.desired, identity.unit: desired},
+        assigned={token: place for token, place in state.assigned.items() if place[0] != identity.unit},
         retired=_without(state.retired, name),
     )
 

@@ -96,6 +96,7 @@ def _on_opened(state: CoordinatorState, event: events.Opened, effects: Effects) 
         settings=event.settings,
         members=members,
         claims={},
+        assigned={token: (replica, event.at_us) for token, (replica, _) in state.assigned.items()},
         trainer_session=None,
         adapters=adapters.in_a_new_life(state.adapters, state.seq + 1),
         history=tuple((record, 0) for record, _ in state.history),  # their time ran on another life's clock
@@ -232,6 +233,7 @@ REACTIONS: Final[dict[type[Struct], Callable[[CoordinatorState, Any, Effects], C
     events.SendReturned: sync.on_send_returned,
     events.RetireRequested: agents.on_retire_requested,
     events.SamplesCounted: _on_samples,
+    events.PlaceRequested: agents.on_place_requested,
     events.HelloReceived: agents.on_hello,
     events.JoinReceived: agents.on_join,
     events.StatusReceived: _on_status,

@@ -222,6 +222,8 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
         newest_version: The newest that a sync was ever requested for.
         loaded: Base weights that entered the load phase of a sync, the newest of them, in the order of their versions.
         claims: Places in the fleet that another incarnation claims: which one, and since when (µs).
+        assigned: Replicas that were assigned to agents which have not joined yet, by their tokens: which one, and
+            when (µs).
         retired: Agents that were taken out of the run, each with its last incarnation, which does not come back.
         trainer_session: Step of the profiling session that the trainer opened, until a stop of that step.
         adapters: LoRA adapters, by name.
@@ -243,6 +245,7 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     newest_version: Count = 0
     loaded: tuple[LoadedWeights, ...] = ()
     claims: Mapping[str, tuple[str, int]] = {}
+    assigned: Mapping[str, tuple[Count, int]] = {}
     retired: Mapping[str, str] = {}
     trainer_session: Count | None = None
     adapters: Mapping[str, KnownAdapter] = {}

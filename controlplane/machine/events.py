@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from schemas.agent_status import AgentStatus
 from schemas.commands import AdapterRequest, Command, Grace, Manifest, Source, Target
 from schemas.config import ObservePolicy
-from schemas.identity import Count, InFlight, Label, Milliseconds, Name, Port, Positive, Text
+from schemas.identity import Count, InFlight, Label, Milliseconds, Name, Port, Positive, Text, Token
 from schemas.outcomes import Outcome
 from schemas.reports import Report, SyncReport
 from schemas.wire import Downward, Envelope, Hello
@@ -123,6 +123,19 @@ class LeaveRequested(Struct, frozen=True, kw_only=True, tag="leave_requested"):
     at_ns: int
     peer: Peer
     grace_ms: Grace
+
+
+class PlaceRequested(Struct, frozen=True, kw_only=True, tag="place_requested"):
+    """An agent that has not said hello asks which replica to be.
+
+    Attributes:
+        token: As in `PlaceRequest`.
+    """
+
+    at_us: int
+    at_ns: int
+    peer: Peer
+    token: Token
 
 
 class SendFailed(Struct, frozen=True, kw_only=True, tag="send_failed"):
@@ -271,7 +284,7 @@ class Closed(Struct, frozen=True, kw_only=True, tag="closed"):
     at_ns: int
 
 
-PeerEvent = HelloReceived | JoinReceived | StatusReceived | ResendRequested | LeaveRequested | PeerLost
+PeerEvent = HelloReceived | JoinReceived | StatusReceived | ResendRequested | LeaveRequested | PeerLost | PlaceRequested
 CallerEvent = Issued | SyncRequested | RetireRequested | SendFailed | SendReturned | SamplesCounted
 CoordinatorEvent = Opened | CallerEvent | PeerEvent | AnswersReceived | TimerFired | Closed
 

@@ -9,7 +9,7 @@ from typing import Final, Literal
 from msgspec import Struct
 
 from schemas import wire
-from schemas.agent_status import AgentStatus
+from schemas.agent_status import AgentStatus, RequestCounts
 
 KeyRole = Literal["agent", "operator", "observer"]
 """`agent` joins the fleet, `operator` reads the status, publishes commands and syncs weights, `observer` only reads."""
@@ -20,8 +20,8 @@ PLACES_NAMED: Final = 8
 """Places of a key that a refusal names: it must fit into a message."""
 MAY_SEND: Final[dict[KeyRole, tuple[type, ...]]] = {
     "agent": (
-        *(wire.Hello, wire.Join, AgentStatus, wire.TimeRequest),
-        *(wire.CommandOutcome, wire.ResendRequest, wire.DecisionBatch, wire.Leave, wire.Goodbye),
+        *(wire.Hello, wire.Join, AgentStatus, wire.TimeRequest, RequestCounts),
+        *(wire.CommandOutcome, wire.ResendRequest, wire.DecisionBatch, wire.Leave, wire.Goodbye, wire.PlaceRequest),
     ),
     "operator": (wire.StatusRequest, wire.Submit, wire.SyncRequest, wire.Retire),
     "observer": (wire.StatusRequest,),
@@ -50,8 +50,11 @@ def refusal(grant: Grant, message: wire.Upward | wire.Operator, agent: str | Non
     """Return why a key may not send a message; empty if it may."""
     if not isinstance(message, MAY_SEND[grant.role]):
         return f"key {grant.name} is for {_WHO[grant.role]}, and may not {_WHAT.get(type(message), _WHAT_AGENTS_DO)}"
-    if grant.places and agent is not None and not any(covers(place, agent) for place in grant.places):
+    anywhere = isinstance(message, wire.PlaceRequest)
+    if grant.places and (anywhere or agent and not any(covers(place, agent) for place in grant.places)):
         named = ", ".join(grant.places[:PLACES_NAMED]) + (", …" if len(grant.places) > PLACES_NAMED else "")
+        if anywhere:
+            return f"key {grant.name} is for {named}: start its agent with that --replica"
         return f"key {grant.name} is for {named}, and may not be agent {agent}"
     return ""
 

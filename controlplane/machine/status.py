@@ -9,6 +9,7 @@ from controlplane.machine.adapters import adapter_statuses
 from controlplane.machine.coordinator_state import CoordinatorState, Member, OpenCommand
 from controlplane.machine.replicas import away_ms, is_primary, proven_replicas
 from controlplane.machine.stops import stopped_replicas
+from schemas.agent_status import RequestCounts
 from schemas.desired import Desired
 from schemas.formatting import describe, format_agents
 from schemas.identity import identity_of
@@ -26,6 +27,7 @@ def fleet_status(
     log: str,
     last_heard_us: Mapping[str, int],
     latencies_us: Mapping[str, int] = MappingProxyType({}),
+    request_counts: Mapping[str, RequestCounts] = MappingProxyType({}),
     wall_ns: int | None = None,
 ) -> FleetStatus:
     """Return the fleet at one moment.
@@ -36,6 +38,7 @@ def fleet_status(
         log: Path of the run's log.
         last_heard_us: When each peer last sent a message, on the same clock. The bus's inbox keeps it.
         latencies_us: From publishing a command to the arrival of its newest answer, by agent.
+        request_counts: Of the engines' requests, by peer.
         wall_ns: Wall clock of the bus; None to leave out how long engine calls have taken.
     """
     (serving, unproven), waits_for = proven_replicas(state), _waits_for(state)
@@ -55,6 +58,7 @@ def fleet_status(
             serving=serving.get(replica) if is_primary(member) else None,
             latency_us=latencies_us.get(name),
             call_ms=_call_ms(member, wall_ns),
+            requests=request_counts.get(member.peer) if member.state == "live" else None,
             newer=_newer(member, state.desired.get(replica, state.default_desired), serving.get(replica)),
         )
         lines.append(((not _is_one_of(line, unproven), line.urgency), line))

@@ -237,13 +237,15 @@ vllm:generation_tokens_total{engine="1",model_name="m {}"} 2.5e+03
 vllm:generation_tokens_created{engine="0",model_name="m"} 1.7e+09
 vllm:num_requests_running{engine="0",model_name="m"} 2.0
 vllm:num_requests_running{engine="1",model_name="m"} 1.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 4.0
 """
 
 
 def test_counters_are_summed_over_their_labels() -> None:
-    assert read_counters(METRICS, VLLMEngine.kind.counters) == Counters(3, 3500)
+    assert read_counters(METRICS, VLLMEngine.kind.counters) == Counters(3, 4, 3500)
     assert read_counters(METRICS, SGLangEngine.kind.counters) == Counters()
-    assert read_counters("a 1\nb 2\nb 3\n", CounterNames("a", ("b", "c"))) == Counters(1, 5)
+    assert read_counters("a 1\nb 2\nb 3\n", CounterNames("a", "w", ("b", "c"))) == Counters(1, None, 5)
 
 
 @pytest.mark.parametrize(("metrics", "counters"), [((200, METRICS), (3, 3500)), ((404, {}), (None, None))])

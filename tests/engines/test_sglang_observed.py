@@ -18,7 +18,7 @@ from controlplane.record.log import RunLog
 from schemas.agent_status import Observed
 from schemas.config import BusConfig, ObservePolicy
 from tests.engines.models import save_model, save_weights, weights
-from tests.engines.servers import EngineServer, Process, wait_for
+from tests.engines.servers import EngineServer, Process, begin, wait_for
 
 pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(480)]
 
@@ -88,6 +88,16 @@ def test_a_torn_fleet_and_an_endless_pause_are_found_and_the_engines_are_as_they
         lookers[0].kill()
         assert [held(server) for server in servers] == before
         lookers[0].start()
+
+        def under_way() -> tuple[int, int]:
+            (counts,) = (line.requests for line in plane.status().agents if line.agent == "0.0")
+            return ((counts.running or 0), (counts.waiting or 0)) if counts is not None else (-1, -1)
+
+        begun = [begin("sglang", first.url, f"{number}", 600, None) for number in range(10)]
+        wait_for("8 run at most, and the rest waits", lambda: sum(under_way()) == 10 and 0 < under_way()[0] <= 8, 60)
+        for request in begun:
+            request.end()
+        wait_for("none is left", lambda: under_way() == (0, 0), 60)
 
         for server in servers:
             post(server, "/pause_generation", mode="abort")

@@ -80,6 +80,11 @@ async def test_an_adapter_follows_its_base(tmp_path: Path) -> None:
         assert greedy(client, "policy-v1").tokens == expected(TinyModel(TinyConfig(), 8), tmp_path / "adapters/1")
 
 
+def requests(client: TinyClient) -> int:
+    seen = client.describe()
+    return (seen.running or 0) + (seen.waiting or 0)
+
+
 async def test_a_version_is_not_unloaded_under_a_request_nor_loaded_twice(tmp_path: Path) -> None:
     version = write(tmp_path, 1)
     async with running(tmp_path) as (engine, client), anyio.create_task_group() as tasks:
@@ -87,11 +92,11 @@ async def test_a_version_is_not_unloaded_under_a_request_nor_loaded_twice(tmp_pa
         with pytest.raises(RefusedError, match="loaded already"):
             await engine.perform(LoadAdapter(version), 10)
         tasks.start_soon(to_thread.run_sync, greedy, client, "policy-v1")  # waits: the engine is paused
-        await until(lambda: client.describe().running == 1)
+        await until(lambda: client.describe().waiting == 1)
         with pytest.raises(RefusedError, match="1 requests run on it"):
             await engine.perform(UnloadAdapter("policy-v1", waited=True), 10)
         await engine.perform(Resume(), 10)
-        await until(lambda: not client.describe().running)
+        await until(lambda: not requests(client))
         await engine.perform(UnloadAdapter("policy-v1", waited=False), 10)
         await engine.perform(UnloadAdapter("policy-v1", waited=False), 10)
         assert (await engine.observe()).adapters == {}
@@ -177,10 +182,10 @@ async def test_a_full_engine_unloads_what_is_no_longer_wanted_before_it_refuses_
         assert (await plane.sync_adapter("policy", 1, "adapters/1", keep=1)).loaded == (0,)
         await plane.pause("keep")
         tasks.start_soon(to_thread.run_sync, greedy, client, "policy-v1")
-        await until(lambda: client.describe().running == 1)
+        await until(lambda: client.describe().waiting == 1)
         assert (await plane.sync_adapter("policy", 2, "adapters/2", keep=1)).loaded == (0,)
         assert client.describe().adapters == {"policy-v1": "adapters/1", "policy-v2": "adapters/2"}, "it is still used"
         await plane.resume()  # the agent goes on waiting: it would unload by itself in five seconds
         report = await plane.sync_adapter("policy", 3, "adapters/3", keep=1)
         assert (report.status, report.loaded) == ("committed", (0,)), report
-        assert "policy-v1" not in (client.describe().adapters or {}) and not client.describe().running
+        assert "policy-v1" not in (client.describe().adapters or {}) and not requests(client)

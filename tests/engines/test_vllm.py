@@ -13,14 +13,19 @@ import pytest
 from controlplane.analysis.invariants import verify
 from controlplane.cli.replay_log import replay_log
 from controlplane.record.log import RunLog
+from schemas.agent_status import RequestCounts
 from schemas.identity import Operation
 from schemas.outcomes import Acted, ErrorKind
 from tests.engines.reports import acted, conclusions, failed
-from tests.engines.servers import probed, wait_for
+from tests.engines.servers import begin, probed, wait_for
 from tests.engines.vllm_fleet import VLLMFleet
 from tests.running import rolloutctl
 
 pytestmark = [pytest.mark.engine_vllm, pytest.mark.timeout(480)]
+
+
+ENDLESS = 1500
+"""Tokens of a request that is ended by its client."""
 
 
 @pytest.fixture
@@ -42,6 +47,17 @@ def test_an_agent_that_was_given_other_numbers_than_its_engine_has_does_not_star
     done = rolloutctl("agent", *where, *roots, "--engine", "vllm", "--url", fleet.first.url)
     assert done.returncode == 2, done.stderr
     assert "reports 1 GPUs, and its agent was given 8 (--nnodes 1, --gpus-per-node 8)" in done.stderr
+
+
+def test_requests_that_run_and_wait_are_counted(fleet: VLLMFleet) -> None:
+    def requests() -> RequestCounts | None:
+        return next(line.requests for line in fleet.plane.status().agents if line.agent == "0.0")
+
+    begun = [begin("vllm", fleet.first.url, f"{number}", ENDLESS, fleet.first.model) for number in range(10)]
+    wait_for("8 run and 2 wait", lambda: requests() == RequestCounts(running=8, waiting=2))
+    for request in begun:
+        request.end()
+    wait_for("none is left", lambda: requests() == RequestCounts(running=0, waiting=0))
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from controlplane.machine import events as bus
 from schemas import commands, wire
 from schemas import events as agent
-from schemas.agent_status import AgentStatus, Clock
+from schemas.agent_status import AgentStatus, Clock, RequestCounts
 from schemas.desired import Adapter, Committed, Desired, ProfileSession, Syncing
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.outcomes import Acted, ErrorKind, Failed, Missing, Reason, Skipped, Trace
@@ -88,6 +88,7 @@ AWAY = Report(
     seq=8, origin=2, command=SYNC, outcomes=(AgentOutcome(agent="3.0", conclusion=Missing("absent", away_ms=180_000)),)
 )
 
+TOKEN = "0123456789abcdef" * 2
 URL = "http://node-1:8000"
 
 SAMPLES: tuple[Struct, ...] = (
@@ -105,6 +106,7 @@ SAMPLES: tuple[Struct, ...] = (
     wire.Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242),
     wire.Hello(identity=PLACE, incarnation="i", journal="j", host="node-1", pid=4242, rejoin=True, endpoint=URL),
     wire.Leave(grace_ms=30_000),
+    wire.PlaceRequest(token=TOKEN),
     wire.Join(),
     STATUS,
     AgentStatus(ready=True, clock=CLOCK),
@@ -112,6 +114,7 @@ SAMPLES: tuple[Struct, ...] = (
     AgentStatus(ready=True, activity="load", since_ms=4_000, clock=CLOCK),
     AgentStatus(ready=True, adapters_missing=("policy-v7",), adapters_left=("policy-v5",)),
     wire.TimeRequest(sent_ns=5_000_000_000),
+    RequestCounts(running=2, waiting=5),
     wire.CommandOutcome(
         outcome=Acted(calls=("load",), version=5, digest="dd", auto_stopped=True, traces=(TRACE,)), rule=10
     ),
@@ -129,6 +132,7 @@ SAMPLES: tuple[Struct, ...] = (
     wire.Replay(records=(wire.CommandRecord(origin=2, seq=7, envelope=ENVELOPE),)),
     wire.Ack(journal="j", through=12),
     wire.Rejoin(reason="say hello", give_up=True),
+    wire.PlaceAssigned(replica=3),
     wire.TimeReply(sent_ns=5_000_000_000, received_ns=1_700_000_000_000_000_000, replied_ns=1_700_000_000_000_030_000),
     wire.TimeReply(sent_ns=5_000_000_000, received_ns=1, replied_ns=2, heartbeat_ms=4096),
     # operators
@@ -154,6 +158,7 @@ SAMPLES: tuple[Struct, ...] = (
                 waits_for=("a",),
                 latency_us=1200,
                 call_ms=42_000,
+                requests=RequestCounts(running=2, waiting=5),
             ),
         ),
         open=("pause (seq 7) waits for 1.0",),
@@ -249,6 +254,7 @@ SAMPLES: tuple[Struct, ...] = (
         adapter=commands.AdapterRequest(name="policy", config="cc", base=5, keep=3),
     ),
     bus.LeaveRequested(at_us=3, at_ns=4, peer="1.0/i", grace_ms=30_000),
+    bus.PlaceRequested(at_us=3, at_ns=4, peer=f"auto/{TOKEN}/00", token=TOKEN),
     bus.RetireRequested(at_us=3, at_ns=4, ticket=3, places=("3", "1.1")),
     bus.SamplesCounted(
         at_us=3,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
@@ -31,7 +32,8 @@ QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=100, agent_timeout_ms=500, r
 class Node:
     """One agent process. What it says is kept in a file, so that nothing blocks it."""
 
-    def __init__(self, bus: str, folder: Path, replica: int, node_rank: int, *options: str) -> None:
+    def __init__(self, bus: str, folder: Path, replica: int | str, node_rank: int, *options: str) -> None:
+        folder.mkdir(exist_ok=True)
         place = ["--replica", str(replica), "--node-rank", str(node_rank), "--nnodes", "2"]
         folders = {"--checkpoints": folder, "--traces": folder / "traces", "--state-dir": folder / "state"}
         self._command = ["-m", "controlplane.cli", "agent", "--bus", bus, "--engine", "tiny", *place, *options]
@@ -133,6 +135,23 @@ def test_a_probe_finds_it_ready_while_requests_may_come(plane: ControlPlane, tmp
     with Node(f"ipc://{tmp_path}/nobody", tmp_path, 0, 1, "--metrics-port", "0") as alone:
         wait_until(lambda: "metrics at" in alone.output)
         assert ready(alone) == 503
+
+
+def test_the_status_says_how_many_requests_run_and_wait(plane: ControlPlane, tmp_path: Path) -> None:
+    def requests() -> object:
+        status = json.loads(typed("status", "--json", "--bus", plane.address).stdout)
+        return [line["requests"] for line in status["agents"]]
+
+    front = f"ipc://{tmp_path}/engine"
+    with Node(plane.address, tmp_path, 0, 0, "--serve", front), ThreadPoolExecutor() as pool:
+        plane.wait_for_agents(1, timeout=60).wait()
+        wait_until(lambda: requests() == [{"type": "request_counts", "running": 0, "waiting": 0}])
+        plane.pause().wait().raise_for_failures()
+        held = [pool.submit(TinyClient(front).generate, [[3]], 4) for _ in range(2)]
+        wait_until(lambda: requests() == [{"type": "request_counts", "running": 0, "waiting": 2}])
+        plane.resume().wait().raise_for_failures()
+        assert all(len(request.result(60)[0].tokens) == 4 for request in held)
+        wait_until(lambda: requests() == [{"type": "request_counts", "running": 0, "waiting": 0}])
 
 
 def test_a_node_without_a_tokenizer_never_loads_torch(plane: ControlPlane, tmp_path: Path) -> None:

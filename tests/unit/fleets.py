@@ -13,7 +13,7 @@ from schemas.desired import Desired
 from schemas.identity import ROLLOUT, RolloutMode, identity_of
 from schemas.outcomes import Acted, ErrorKind, Failed, Missing, Outcome, Reason, Skipped
 from schemas.reports import Report, SyncReport
-from schemas.wire import CommandRecord, Downward, Hello, Replay, Snapshot, decode_command
+from schemas.wire import CommandRecord, Downward, Hello, PlaceAssigned, Rejoin, Replay, Snapshot, decode_command
 
 SETTINGS = events.CoordinatorSettings(
     heartbeat_ms=1000, agent_timeout_ms=10_000, lease_ms=60_000, history=8, retransmit_ms=1000, publish_port=7000
@@ -74,6 +74,13 @@ class Coordinator:
                 at_us=at_us, peer=f"{agent}/{incarnation}", hello=greeting, recorded_decisions=recorded
             )
         )
+
+    def ask(self, token: str, at_us: int = 0) -> int | Rejoin:
+        """Ask for a free replica; returns which one, or why there is none."""
+        self.feed(events.PlaceRequested(at_us=at_us, at_ns=0, peer=f"auto/{token}/00", token=token))
+        ((_, answer),) = self.sent
+        assert isinstance(answer, PlaceAssigned | Rejoin)
+        return answer.replica if isinstance(answer, PlaceAssigned) else answer
 
     def arrive(self, agent: str, incarnation: str = "a", mode: RolloutMode = RolloutMode.HYBRID) -> Desired:
         """Hello and join; returns the desired state that the agent is sent."""

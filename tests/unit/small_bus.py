@@ -38,6 +38,8 @@ class Engine:
         self.tokenizer = "present"
         self.generating = True
         self.version = 0
+        self.running: int | None = None
+        self.waiting: int | None = None
         self.calls: list[Call] = []
         self.raises: Exception | None = None
         self.gate: anyio.Event | None = None
@@ -59,6 +61,8 @@ class Engine:
             asleep=frozenset(),
             profiling=False,
             version=self.version,
+            running=self.running,
+            waiting=self.waiting,
         )
 
     async def perform(self, call: Call, timeout_s: float) -> Returned:

@@ -128,6 +128,17 @@ def test_a_file_that_everybody_can_write_is_refused_since_it_names_commands(tmp_
     assert tomllib.loads(printed(*NEEDED, "--config", str(file)))["finish-hook"] == "echo"
 
 
+def test_only_replicas_of_one_node_can_leave_their_index_to_the_bus(tmp_path: Path) -> None:
+    assert values("--bus", "tcp://a:1", "--replica", "auto", "--engine", "tiny")["replica"] == "auto"
+    words = ["--bus", "tcp://a:1", "--replica", "auto", "--nnodes", "2", "--engine", "tiny", "--state-dir", tmp_path]
+    error = CliRunner().invoke(agent, list(map(str, words))).exception
+    assert isinstance(error, ConfigError) and "give all nodes of a larger one the same index" in str(error)
+    (tmp_path / "auto-tiny").write_text("")
+    words[words.index("2")] = "1"
+    error = CliRunner().invoke(agent, list(map(str, words))).exception
+    assert isinstance(error, ConfigError) and "name another --state-dir" in str(error)
+
+
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="can't be read: No such file"):
         printed("--config", str(tmp_path / "none.toml"))

@@ -10,6 +10,7 @@ from anyio.lowlevel import checkpoint
 from msgspec.structs import replace
 
 from schemas import wire
+from schemas.agent_status import RequestCounts
 from schemas.commands import Drain
 from schemas.errors import AgentError, EngineError
 from schemas.events import (
@@ -342,23 +343,12 @@ async def test_a_close_that_ends_late_with_a_cancellation_of_its_own_ends_nothin
 # --- requests that may end --------------------------------------------------------------------------------------------
 
 
-class Busy(Engine):
-    """It runs as many requests as `running` says, or does not say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.running: int | None = 1
-
-    async def observe(self) -> Observation:
-        return replace(await super().observe(), running=self.running)
-
-
 @pytest.mark.parametrize("says", [True, False])
 async def test_a_drain_waits_for_requests_to_end_where_the_engine_says_how_many_run(
     says: bool, bus: Bus, tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "IDLE_S", 0.05)
-    engine = Busy()
+    engine = Engine()
     engine.running = 1 if says else None
     async with running(bus, context, engine, tmp_path) as agent:
         await bus.admit()
@@ -368,8 +358,11 @@ async def test_a_drain_waits_for_requests_to_end_where_the_engine_says_how_many_
             await reaches(agent, lambda state: state.idle_at_ms is not None)
             looked = engine.observations
             await until(lambda: engine.observations > looked + 5)
+            engine.running, engine.waiting = 0, 1
+            looked = engine.observations
+            await until(lambda: engine.observations > looked + 5)
             assert engine.calls == []
-            engine.running = 0
+            engine.waiting = 0
         assert (await bus.outcome(1)).outcome == Acted(calls=("await_idle", "pause") if says else ("pause",))
         assert engine.calls == [Pause("abort")]
 
@@ -378,7 +371,7 @@ async def test_an_agent_ends_well_once_its_drained_replica_is_retired(
     bus: Bus, tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "IDLE_S", 0.0)
-    engine = Busy()
+    engine = Engine()
     engine.running = 0
     async with running(bus, context, engine, tmp_path) as agent, anyio.create_task_group() as tasks:
         await bus.admit()
@@ -408,3 +401,25 @@ async def test_an_agent_ends_well_though_a_call_held_up_the_drain_until_its_repl
         await reaches(agent, lambda state: state.stopping)
         engine.gate.set()
         await bus.next(wire.Goodbye)
+
+
+# --- how many requests there are --------------------------------------------------------------------------------------
+
+
+async def test_the_bus_is_told_how_many_requests_there_are_if_that_changes_and_nothing_is_written_of_it(
+    bus: Bus, engine: Engine, joined: Run
+) -> None:
+    engine.running, engine.waiting = 2, 5
+    async with joined() as agent:
+        assert await bus.next(RequestCounts) == RequestCounts(running=2, waiting=5)
+        decided = agent.state
+        engine.waiting = 6
+        assert await bus.next(RequestCounts) == RequestCounts(running=2, waiting=6)
+        looked, bus.ignored[:] = engine.observations, []
+        await until(lambda: engine.observations > looked + 20)
+        await bus.next(wire.TimeRequest)
+        assert not any(isinstance(message, RequestCounts) for message in bus.ignored), "it did not change"
+        assert agent.state is decided, "no decision was made"
+        engine.running = None  # as after a call
+        unkind(engine).reads = ValueError("It burns.")
+        assert await bus.next(RequestCounts) == RequestCounts(), "an engine that can't be read"

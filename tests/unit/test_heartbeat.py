@@ -5,7 +5,7 @@ import random
 import pytest
 
 from controlplane.bus.bus_loop import heartbeat_of
-from schemas.agent_status import AgentStatus
+from schemas.agent_status import AgentStatus, RequestCounts
 from schemas.config import BusConfig
 from schemas.wire import TimeRequest
 from workers.link.heartbeat import ASKED_EVERY, FIRST_ASKED, Heartbeat
@@ -18,9 +18,10 @@ class Agent:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(random, "randrange", lambda _: 0)
         self._sent: list[type] = []
-        self.heartbeat = Heartbeat(AgentState, self._send, lambda: 0)
+        self.counts = RequestCounts()
+        self.heartbeat = Heartbeat(AgentState, lambda: self.counts, self._send, lambda: 0)
 
-    def _send(self, message: AgentStatus | TimeRequest) -> bool:
+    def _send(self, message: AgentStatus | TimeRequest | RequestCounts) -> bool:
         self._sent.append(type(message))
         return True
 
@@ -52,6 +53,15 @@ def test_every_heartbeat_asks_a_bus_that_is_doubtful_and_one_that_is_new(agent: 
     assert [agent.beat(doubtful=True) for _ in range(4)] == [[AgentStatus, TimeRequest]] * 4
     agent.heartbeat.restart()
     agent.settle()
+
+
+def test_what_asks_also_says_how_many_requests_there_are_if_that_changed(agent: Agent) -> None:
+    agent.settle()
+    agent.counts = RequestCounts(running=1, waiting=0)
+    beats = [agent.beat() for _ in range(2 * ASKED_EVERY)]
+    assert [RequestCounts in sent for sent in beats] == [False, False, True, False, False, False]
+    agent.heartbeat.restart()
+    assert agent.beat() == [AgentStatus, TimeRequest, RequestCounts], "another bus knows nothing"
 
 
 @pytest.mark.parametrize(("agents", "interval_ms"), [(64, None), (500, None), (1_024, 4_096), (60_000, 5_000)])

@@ -17,7 +17,7 @@ from controlplane.bus.key_folder import AllowedKey, KeyFolder
 from controlplane.cli.__main__ import cli
 from controlplane.machine.permissions import MAY_SEND, Grant, KeyRole, refusal
 from schemas import wire
-from schemas.agent_status import AgentStatus
+from schemas.agent_status import AgentStatus, RequestCounts
 from schemas.errors import ConfigError, KeyFileError
 from schemas.transport.keys import KeyPair, KeySource, PeerKeys, read_peer_keys, write_private
 from tests.golden.samples import SAMPLES
@@ -293,11 +293,15 @@ TABLE: list[tuple[KeyRole, tuple[str, ...], type, str | None, str]] = [
     ("agent", (), wire.Join, "0.0", ""),
     ("agent", (), AgentStatus, "0.0", ""),
     ("agent", (), wire.TimeRequest, None, ""),
+    ("agent", (), RequestCounts, "0.0", ""),
     ("agent", (), wire.CommandOutcome, "0.0", ""),
     ("agent", (), wire.ResendRequest, "0.0", ""),
     ("agent", (), wire.DecisionBatch, "0.0", ""),
     ("agent", (), wire.Leave, "0.0", ""),
     ("agent", ("0",), wire.Leave, "1.0", "may not be agent"),
+    ("agent", (), wire.PlaceRequest, None, ""),
+    ("agent", ("0", "1"), wire.PlaceRequest, None, "key k is for 0, 1: start its agent with that --replica"),
+    ("operator", (), wire.PlaceRequest, None, JOINS),
     ("agent", (), wire.Goodbye, "0.0", ""),
     ("agent", (), wire.Submit, None, PUBLISHES),
     ("agent", (), wire.StatusRequest, None, READS),

@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 from controlplane import ControlPlane
 from controlplane.cli.agent import agent as agent_command
 from controlplane.metrics import KINDS, PHASES, BusCollector
+from schemas.agent_status import RequestCounts
 from schemas.commands import (
     AdapterDrop,
     AdapterSync,
@@ -136,6 +137,22 @@ def test_a_replica_that_a_sync_left_out_is_quarantined_before_its_next_heartbeat
         assert (report.loaded, report.unproven) == ((0,), (1,)), "it did not pause"
     assert seen("rolloutctl_replica_quarantined", replica="1") == 1
     assert seen("rolloutctl_replica_quarantined", replica="0") == 0
+
+
+def test_requests_that_run_and_wait_are_those_that_the_engine_last_counted(plane: ControlPlane, tmp_path: Path) -> None:
+    engine, bus = Engine(), BusCollector(plane)
+    names = [(f"rolloutctl_replica_requests_{kind}", ("replica", "0")) for kind in ("running", "waiting")]
+    with agents(plane.address, tmp_path, {PRIMARY: engine, SECOND: Engine()}):
+        plane.wait_for_agents(2, timeout=20).wait()
+        assert not set(names) & Scrape(bus).values.keys() and plane.status().agents[0].requests is None
+        engine.running, engine.waiting = 2, 5
+        wait_until(lambda: [Scrape(bus).values.get(name) for name in names] == [2, 5])
+        lines = {line.agent: line.requests for line in plane.status().agents}
+        assert lines == {"0.0": RequestCounts(running=2, waiting=5), "0.1": None}
+        engine.running, engine.waiting = 0, None
+        wait_until(lambda: [Scrape(bus).values.get(name) for name in names] == [0, None])
+    wait_until(lambda: not set(names) & Scrape(bus).values.keys())
+    assert plane.status().agents[0].requests is None
 
 
 def test_what_no_bus_could_read_is_counted(plane: ControlPlane, context: Context) -> None:

@@ -306,4 +306,4 @@ async def serves_others(engine: Engine) -> bool:
     await anyio.sleep(1.0)
     second = await engine.observe()
     counted = first.generated is not None and second.generated is not None and second.generated > first.generated
-    return bool(second.running) or counted
+    return bool(second.running or second.waiting) or counted

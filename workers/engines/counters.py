@@ -13,20 +13,23 @@ class CounterNames(NamedTuple):
     """Metrics of one kind of engine."""
 
     running: str
+    waiting: str
     generated: tuple[str, ...]
 
 
 class Counters(NamedTuple):
-    """Requests that are running, and a count that grows while they are generated; None for what is not there."""
+    """Requests that run and that wait, and a count that grows while they are generated; None for what is not there."""
 
     running: int | None = None
+    waiting: int | None = None
     generated: int | None = None
 
 
 def read_counters(text: str, names: CounterNames) -> Counters:
     """Return the counters, each summed over its labels: over ranks and models."""
     running, generated = _sum(text, (names.running,)), _sum(text, names.generated)
-    return Counters(running, generated) if running is not None and generated is not None else Counters()
+    known = running is not None and generated is not None
+    return Counters(running, _sum(text, (names.waiting,)), generated) if known else Counters()
 
 
 def adapters_in_use(text: str) -> frozenset[str] | None:

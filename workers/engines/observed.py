@@ -156,6 +156,7 @@ class ObservedEngine(Generic[LaunchT]):
             version=version_of(label),
             label=label[:LABEL_MAX] if isinstance(label, str) else None,
             running=counted.running,
+            waiting=counted.waiting,
             generated=counted.generated,
             remedies=Remedies(idempotent=self._kind.idempotent, launched_from=self._launched_from),
             recomputes=launch.recomputes,

@@ -1,7 +1,8 @@
 """An agent's heartbeat: its state in a few fields, sent at regular times and as soon as the agent becomes ready.
 
 The first three heartbeats after a welcome ask for the bus's time, then every third does, which is about as precise: the
-best of many answers counts. While the bus seems silent, all of them do.
+best of many answers counts. While the bus seems silent, all of them do. Those
+also say how many requests the engine has.
 """
 
 import random
@@ -11,7 +12,7 @@ from typing import Final
 
 import anyio
 
-from schemas.agent_status import AgentStatus, Clock, Observed
+from schemas.agent_status import AgentStatus, Clock, Observed, RequestCounts
 from schemas.events import Observation
 from schemas.wire import TimeReply, TimeRequest
 from workers.link.clocks import Clocks
@@ -32,10 +33,12 @@ class Heartbeat:
     def __init__(
         self,
         state: Callable[[], AgentState],
-        send: Callable[[AgentStatus | TimeRequest], bool],
+        counts: Callable[[], RequestCounts],
+        send: Callable[[AgentStatus | TimeRequest | RequestCounts], bool],
         wall_ns: Callable[[], int],
     ) -> None:
-        self._state, self._send, self._wall_ns = state, send, wall_ns
+        self._state, self._counts, self._send, self._wall_ns = state, counts, send, wall_ns
+        self._reported_counts = RequestCounts()
         self._clocks = Clocks()
         self._reported_ready = False
         self._beats = 0  # since the last welcome
@@ -43,7 +46,7 @@ class Heartbeat:
 
     def restart(self) -> None:
         """Begin again for a new bus: it knows nothing, and may run on another machine."""
-        self._reported_ready, self._beats = False, 0
+        self._reported_ready, self._beats, self._reported_counts = False, 0, RequestCounts()
         self._clocks = Clocks()
 
     def note(self, state: AgentState) -> None:
@@ -73,6 +76,8 @@ class Heartbeat:
             self._reported_ready = status.ready
         if doubtful or self._beats < FIRST_ASKED or self._beats % ASKED_EVERY == 0:
             self._send(TimeRequest(sent_ns=time.monotonic_ns()))
+            if (counts := self._counts()) != self._reported_counts and self._send(counts):
+                self._reported_counts = counts
         self._beats += 1
         if self._beats == FIRST_ASKED:  # agents that joined together don't ask together for ever
             self._beats += random.randrange(ASKED_EVERY)

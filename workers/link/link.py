@@ -28,6 +28,7 @@ from anyio import CancelScope
 from msgspec.structs import replace
 
 from schemas import wire
+from schemas.agent_status import RequestCounts
 from schemas.config import AgentConfig, BusConfig
 from schemas.errors import AgentError, IdentityTaken, RolloutctlError, WireError
 from schemas.events import Answer, Event, LeaseExpired, SnapshotReceived
@@ -116,6 +117,7 @@ class Link:
         now_ms: Callable[[], int],
         wake_at: Callable[[int], None],
         wall_ns: Callable[[], int],
+        counts: Callable[[], RequestCounts] = RequestCounts,
         keys: KeySource | None = None,
         dialled: Dialled = as_it_is,
         endpoint: str = "",
@@ -153,7 +155,7 @@ class Link:
         self._intervals: BusConfig | wire.Welcome = BusConfig()  # of heartbeats, as the last welcome set them
         self._heartbeat_ms = self._intervals.heartbeat_ms  # as the bus last said
         self._heard_ms = self._published_ms = 0
-        self._heartbeat = Heartbeat(lambda: journal.state, self._send, wall_ns)
+        self._heartbeat = Heartbeat(lambda: journal.state, counts, self._send, wall_ns)
         delay_ms = _upload_delay_ms(self._intervals)
         self._upload = DecisionUpload(journal, config.batch, delay_ms, self._send, now_ms, wake_at)
 

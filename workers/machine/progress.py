@@ -8,10 +8,14 @@ Counters that move are no news, so `is_news` keeps them out of the journal: an e
 event for its tokens.
 """
 
+from typing import Final
+
 from msgspec.structs import replace
 
 from schemas.events import Observation
 from workers.machine.state import EngineState, Progress
+
+_UNCOUNTED: Final = dict.fromkeys(("running", "waiting", "generated"))
 
 
 def with_progress(engine: EngineState, observation: Observation, at_ms: int) -> EngineState:
@@ -51,6 +55,6 @@ def is_news(fed: Observation | None, observation: Observation, before_stalls: in
     """Whether the machine needs this observation: it differs from the last one that it had by more than its counters,
     or shows that progress stopped (which takes two) or began again.
     """
-    if fed is None or replace(fed, running=None, generated=None) != replace(observation, running=None, generated=None):
+    if fed is None or replace(fed, **_UNCOUNTED) != replace(observation, **_UNCOUNTED):
         return True
     return stalls in (1, 2) or (stalls == 0 and before_stalls > 0)

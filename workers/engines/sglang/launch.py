@@ -125,7 +125,9 @@ SGLANG: Final = EngineKind(
     "sglang",
     # It counts a request's tokens when the request ends; the latencies between them are counted as they come.
     CounterNames(
-        "sglang:num_running_reqs", ("sglang:generation_tokens_total", "sglang:inter_token_latency_seconds_count")
+        "sglang:num_running_reqs",
+        "sglang:num_queue_reqs",
+        ("sglang:generation_tokens_total", "sglang:inter_token_latency_seconds_count"),
     ),
     read_launch,
     frozenset({Operation.PAUSE, Operation.RESUME}),  # of a second release or wake its scheduler dies

@@ -122,7 +122,8 @@ class Scheduler:
 
     def counted(self) -> Observation:
         """Return the observation with what the engine counts: its requests, and its forwards in place of tokens."""
-        return replace(self.observation, running=len(self._requests), generated=self.forwards)
+        running, requests = len(self._begun()), len(self._requests)
+        return replace(self.observation, running=running, waiting=requests - running, generated=self.forwards)
 
     def run(self, command: Callable[..., T], *args: object) -> T:
         """Call a command on the engine's thread, between two forwards, and return its result."""

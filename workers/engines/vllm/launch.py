@@ -137,7 +137,7 @@ def _without_adapters(config: Mapping[str, object], methods: Methods) -> dict[Op
 
 VLLM: Final = EngineKind(
     "vllm",
-    CounterNames("vllm:num_requests_running", ("vllm:generation_tokens_total",)),
+    CounterNames("vllm:num_requests_running", "vllm:num_requests_waiting", ("vllm:generation_tokens_total",)),
     read_launch,
     # What sleeps already is not released again, and what is awake not woken (vllm/v1/executor/abstract.py).
     frozenset({Operation.PAUSE, Operation.RESUME, Operation.SLEEP, Operation.WAKE}),
