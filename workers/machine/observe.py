@@ -9,7 +9,7 @@ from typing import Final, assert_never
 from msgspec.structs import replace
 
 from schemas.commands import Checkpoint, Pushed, split_model
-from schemas.desired import ALL_TAGS, Desired
+from schemas.desired import ALL_TAGS, Committed, Desired
 from schemas.events import (
     Abort,
     AwaitIdle,
@@ -277,7 +277,7 @@ def _after_success(engine: EngineState, call: Call, result: Returned) -> EngineS
         case Resume():
             return replace(engine, generating=True, requests_kept=False)
         case CheckSource():
-            return replace(engine, checked=as_committed(call))
+            return replace(engine, checked=Committed(call.version, call.source, call.manifest))
         case Load() | AwaitPush() | Restore():
             loaded = None if isinstance(call, Restore) else as_committed(call)
             return replace(
