@@ -115,6 +115,35 @@ def test_an_engine_that_is_launched_again_between_the_check_and_the_load_loads_a
     assert [call.source for call in (*checked, *calls) if isinstance(call, CheckSource | Load)] == [WHOLE, WHOLE]
 
 
+@pytest.mark.parametrize("seen_after", [True, False], ids=["seen", "seen later"])
+def test_a_delta_that_another_launch_may_have_taken_is_not_trusted(seen_after: bool) -> None:
+    """It was launched again right before the call: it has the label of the version now, and other weights."""
+    state, seen = at_base()
+    state, effects = fold(state, command(PREPARE, 4))
+    state, _, seen = carry_out(state, effects, seen)
+    state, effects = fold(state, command(sync("load", 2), 5))
+    assert [call.source for call in performed(effects) if isinstance(call, Load)] == [V2]
+    relaunched = replace(seen, instance="two", version=2, label="2")
+    assert state.activity is not None
+    done = EngineReturned(
+        at_ms=1,
+        call_id=state.activity.call_id,
+        result=Returned(took="delta"),
+        observation=relaunched if seen_after else None,
+    )
+    state, effects = fold(state, done, observed(relaunched))
+    assert state.engine.torn
+    state, by_itself, relaunched = carry_out(state, effects, relaunched)
+    state, effects = fold(state, command(COMMIT, 6))
+    _, calls, _ = carry_out(state, effects, relaunched)
+    assert [call.source for call in (*by_itself, *calls) if isinstance(call, Load)] == [WHOLE]
+
+
+def test_an_engine_that_does_not_tell_its_launches_apart_loads_all() -> None:
+    taken, _ = sources(*at_base(replace(PRESENT, instance=None)))
+    assert taken == [(CheckSource, WHOLE), (Load, WHOLE)]
+
+
 def test_an_agent_that_joins_during_the_load_loads_all() -> None:
     state, seen = at_base()
     prepared, effects = fold(state, command(PREPARE, 4))

@@ -55,7 +55,7 @@ def apply_observation(engine: EngineState, observation: Observation) -> EngineSt
     if _other_instance(engine, observation):
         launch = apply_observation(EngineState(instance=observation.instance, memory=engine.memory), observation)
         for call in engine.unshown:
-            if observation.version is None or not isinstance(call, Load | Restore):
+            if observation.version is None or not isinstance(call, Load | Restore) or _loads_a_delta(call):
                 launch = _by_either_launch(launch, call, observation)
         return launch
     if engine.instance is None and observation.instance is not None:
@@ -222,7 +222,7 @@ def apply_result(
     failure = contradiction(call, result, observation)
     after = apply_observation(called, observation)
     unproven = isinstance(call, Pause | Sleep) or (
-        isinstance(call, Load) and (failure is not None or observation.version is None)
+        isinstance(call, Load) and (failure is not None or observation.version is None or _loads_a_delta(call))
     )
     if unproven and _other_instance(engine, observation):
         after = _by_either_launch(after, call, observation)
@@ -437,6 +437,11 @@ def _by_either_launch(after: EngineState, call: Call, observation: Observation) 
     path = call.source.path if isinstance(call, Load) and isinstance(call.source, Checkpoint) else None
     # It may report the directory that it loaded last.
     return replace(after, launched_from=None) if path and launched_from.endswith(f"/{path}") else after
+
+
+def _loads_a_delta(call: Call) -> bool:
+    """Whether a launch that was not known to hold the base holds other weights after the call, under their label."""
+    return isinstance(call, Load) and isinstance(call.source, Checkpoint) and bool(call.source.delta)
 
 
 def _torn(engine: EngineState) -> EngineState:

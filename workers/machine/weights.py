@@ -33,13 +33,13 @@ def as_committed(weights: Committed | Syncing | CheckSource | Load | AwaitPush) 
 
 def source_to_take(sync: Committed | Syncing, desired: Desired, engine: EngineState) -> Source:
     """Return where this replica gets the weights of a sync: a delta fits only the committed weights that it was made
-    from, which the engine must be known to hold since a load.
+    from, which this launch of the engine must be known to hold since a load.
     """
     source, held, loaded = sync.source, desired.committed, engine.loaded
     if not isinstance(source, Checkpoint) or not source.delta:
         return source
     fits = held is not None and loaded is not None and held.version == loaded.version == source.base
-    fits = fits and not desired.quarantined and holds_committed(desired, engine)
+    fits = fits and engine.instance is not None and not desired.quarantined and holds_committed(desired, engine)
     return source if fits else without_delta(source)
 
 
