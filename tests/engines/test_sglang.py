@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from controlplane.analysis.invariants import verify
@@ -24,6 +25,7 @@ from tests.engines.profiles import look
 from tests.engines.reports import acted, conclusions, failed
 from tests.engines.servers import answers, free_port, probed, wait_for
 from tests.engines.sglang_fleet import SGLangFleet
+from workers.engines.sglang.launch import read_launch
 
 pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(480)]
 
@@ -125,8 +127,8 @@ def test_a_delta_brings_the_weights_that_the_whole_checkpoint_does(
     report = deltas.sync(name, base)
     assert report.by_delta == report.loaded == (0,) and took(report) == {"0.0": "delta"}
     generated = fleet.tokens()
-    _, found = probed(fleet.urls[0])
-    assert found["model"] == str(fleet.folder / name)  # it reports what it loaded last, which must not be a part
+    reported = httpx.get(f"{fleet.urls[0]}/model_info", timeout=60).json()  # as older versions do in /server_info
+    assert read_launch(reported, {}).model == str(fleet.folder / name) != reported["model_path"]
     assert deltas.sync(name).by_delta == () and fleet.tokens() == generated != launched
     report = deltas.same_as_whole(name, base, fleet.tokens)
     assert took(report) == {"0.0": f"whole: it was not known to hold version {base}"}

@@ -258,8 +258,8 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
 
 
 def path_to_load(taken: Taken) -> str:
-    """Return a path to what is to be loaded. SGLang reports it as that of its model, so that of a delta begins with the
-    whole checkpoint's, and goes on beside it.
+    """Return a path to what is to be loaded. Older versions report it as that of their model, so that of a delta begins
+    with the whole checkpoint's, and goes on beside it.
     """
     if taken.delta is None:
         return str(taken.whole)
