@@ -44,7 +44,7 @@ def find_delta(directory: Path, whole: Mapping[str, TensorPlace]) -> dict[str, T
     for name, place in places.items():
         if name not in whole or whole[name].spec != place.spec:
             has = f"as {whole[name].spec}" if name in whole else "not at all"
-            what = f"holds {name[:200]} ({place.spec}), which the whole checkpoint has {has}"
+            what = f"holds {name[:200]!r} ({place.spec}), which the whole checkpoint has {has}"
             raise checkpoint_refused(directory, what, f"{UNTOUCHED} A delta is a part of the checkpoint beside it.")
     return places
 

@@ -262,9 +262,9 @@ def test_a_part_of_the_whole_is_taken(root: Path, content: bool) -> None:
 @pytest.mark.parametrize(
     ("delta", "message"),
     [
-        ({"b": NEW["b"], "d": torch.ones(4)}, r"holds d \(F32 \[4\]\), which the whole checkpoint has not at all"),
-        ({"b": torch.ones(5)}, r"holds b \(F32 \[5\]\), which the whole checkpoint has as F32 \[4\]"),
-        ({"b": NEW["b"].half()}, r"holds b \(F16 \[4\]\), which the whole checkpoint has as F32 \[4\]"),
+        ({"b": NEW["b"], "d": torch.ones(4)}, r"holds 'd' \(F32 \[4\]\), which the whole checkpoint has not at all"),
+        ({"b": torch.ones(5)}, r"holds 'b' \(F32 \[5\]\), which the whole checkpoint has as F32 \[4\]"),
+        ({"b": NEW["b"].half()}, r"holds 'b' \(F16 \[4\]\), which the whole checkpoint has as F32 \[4\]"),
         ({"b": BASE["b"]}, "has the right tensors with other values"),
         ({}, "holds no tensor"),
     ],
@@ -322,7 +322,7 @@ def lacks(*names: str, whole: dict[str, TensorSpec] = DENSE, precision: str = "t
     fusing = missing_beside(changed, whole, precision=precision, fuses=True)
     if fusing.startswith("the engine fuses"):
         assert missing_beside(changed, whole, precision=precision, fuses=False) == ""
-        return fusing.rpartition(" ")[2]
+        return fusing.rpartition(" ")[2].strip("'")
     assert missing_beside(changed, whole, precision=precision, fuses=False) == fusing
     return fusing
 

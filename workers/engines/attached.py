@@ -18,7 +18,7 @@ from schemas.events import CheckAdapter, CheckSource, Load, LoadAdapter, Observa
 from schemas.identity import LAUNCH_LABEL, Digests, Identity, Operation
 from schemas.safetensors.format import read_layout
 from workers.engines.adapter_files import adapter_path, checked_adapter
-from workers.engines.checkpoint import Missing, SourceChecker, Taken, missing_beside
+from workers.engines.checkpoint import Lacking, SourceChecker, Taken, missing_beside
 from workers.engines.client import CallRefused, EngineClient, begun, mapping_at
 from workers.engines.observed import EngineKind, Launch, LaunchT, LoRALimits, ObservedEngine, listed_adapters
 
@@ -95,7 +95,7 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         where = call.source, call.manifest, launch.model, self._identity
         await to_thread.run_sync(self._sources.check, *where, until, self._missing(launch))
 
-    def _missing(self, launch: LaunchT) -> Missing:
+    def _missing(self, launch: LaunchT) -> Lacking:
         return partial(missing_beside, precision=launch.precision, fuses=self._fuses)
 
     async def _loaded(self, client: EngineClient, launch: LaunchT, call: Load | Restore, took: str) -> Returned:

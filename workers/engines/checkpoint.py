@@ -44,7 +44,7 @@ TORCH_DTYPES: Final = {
 """torch's names for safetensors' dtypes."""
 
 Layout = Mapping[str, TensorSpec]
-Missing = Callable[[Layout, Layout], str]
+Lacking = Callable[[Layout, Layout], str]
 """Returns why an engine can't load only those tensors, of all tensors of the same weights; empty if it can."""
 
 FLOATS: Final = frozenset({"F32", "F16", "BF16"})
@@ -121,7 +121,7 @@ class SourceChecker:
         model: str | None,
         identity: Identity,
         until: float,
-        missing: Missing,
+        missing: Lacking,
     ) -> None:
         """Check that the engine may load the source, and read ahead what it will load. Raises CheckpointError.
 
@@ -143,7 +143,7 @@ class SourceChecker:
             self.checked_layout(source, manifest, model, identity)
 
     def checked_directory(
-        self, source: Checkpoint, manifest: Manifest | None, model: str | None, missing: Missing = lambda *_: ""
+        self, source: Checkpoint, manifest: Manifest | None, model: str | None, missing: Lacking = lambda *_: ""
     ) -> Taken:
         """Return what the engine is to read of the source, after checking all of it. Raises CheckpointError.
 
@@ -237,7 +237,7 @@ def missing_beside(changed: Layout, whole: Layout, *, precision: str, fuses: boo
         return "no delta of experts or of quantized weights was seen to be right"
     modules = {_module(name) for name in changed} if fuses else ()
     lacking = next((name for name in whole if name not in changed and _module(name) in modules), "")
-    return f"the engine fuses what has changed with {lacking}" if lacking else ""
+    return f"the engine fuses what has changed with {lacking[:200]!r}" if lacking else ""
 
 
 def _module(name: str) -> str:
