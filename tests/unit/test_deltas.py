@@ -182,7 +182,7 @@ def test_the_answer_says_what_was_taken(reported: str) -> None:
         state, effects = fold(state, done)
     (answer,) = answers(effects)
     assert isinstance(answer.outcome, Acted)
-    assert answer.outcome.took == (reported or "whole: it was not known to hold version 1")
+    assert answer.outcome.took == (reported or "whole: it takes no delta, or was not known to hold version 1")
 
 
 def test_a_delta_needs_a_base_and_a_base_a_delta() -> None:

@@ -373,7 +373,7 @@ def acted(
     if type(command) is WeightSync:
         took, source = reported.took, sync.source if sync is not None else None
         if command.phase == "load" and not took and isinstance(source, Checkpoint) and source.delta:
-            took = f"whole: it was not known to hold version {source.base}"
+            took = f"whole: it takes no delta, or was not known to hold version {source.base}"
         return Acted(calls=calls, version=engine.version, digest=engine.digest, took=took)
     if reported is NOTHING_REPORTED:
         return Acted(calls=calls)
