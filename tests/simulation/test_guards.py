@@ -90,12 +90,6 @@ GUARDS = {
         "loaded.version > 0",
         98,
     ),
-    "delta to another launch": Guard(
-        "workers/machine/observe.py",
-        "return isinstance(call, Load) and isinstance(call.source, Checkpoint) and bool(call.source.delta)",
-        "return False",
-        0,
-    ),
     "delta once": Guard(
         "workers/machine/reconcile.py",
         "source = source_to_take(wanted, desired, engine) if load_commanded else durable_source(wanted.source)",
