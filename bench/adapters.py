@@ -100,7 +100,7 @@ class ReadingEngine(NullEngine):
         if isinstance(call, CheckAdapter | LoadAdapter):
             return checked_adapter(self._root, call.adapter, self._layout, LoRALimits())
         assert isinstance(call.source, Checkpoint)
-        return self._sources.checked_directory(call.source, call.manifest, None)
+        return self._sources.checked_directory(call.source, call.manifest, None).whole
 
     def _read(self, call: Load | LoadAdapter) -> None:
         """Read all, as an engine would that has the memory for it already."""

@@ -45,7 +45,8 @@ from schemas.identity import TIME_MAX_MS, Identity, InFlight
 from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig
 from schemas.reports import AdapterStatus, FleetStatus, Report, SyncReport
-from schemas.safetensors.manifest import build_manifest, read_checkpoint
+from schemas.safetensors.format import find_tensors
+from schemas.safetensors.manifest import build_manifest, find_delta, read_checkpoint
 from schemas.safetensors.paths import resolve_below
 from schemas.storage.filesystems import network_type
 from schemas.transport.addresses import write_address
@@ -396,7 +397,8 @@ class ControlPlane(EngineCommands):
                 told to load it, it stands for this source and manifest. None for the next of the run, one more than the
                 newest that was ever requested; `version` of the ticket says which, at once.
             source: Where the weights are. A path is a directory of safetensors files below `checkpoints`, the same as
-                `Checkpoint(path)`.
+                `Checkpoint(path)`. `Checkpoint(path, delta=…, base=…)` also names a directory with only the tensors
+                that have changed since version `base`, for replicas that serve it.
             manifest: What the source must hold; None to read it from the headers of the files on this machine.
             content: Hash the bytes of the tensors too, here and in every engine that can. Reads the whole checkpoint in
                 the caller's thread.
@@ -534,7 +536,10 @@ class ControlPlane(EngineCommands):
             return source, manifest
         checkpoint = durable_source(source)
         if checkpoint is not None:
-            return source, build_manifest(resolve_below(self._checkpoints, checkpoint.path), content)
+            whole = resolve_below(self._checkpoints, checkpoint.path)
+            if isinstance(source, Checkpoint) and source.delta:
+                find_delta(resolve_below(self._checkpoints, source.delta), find_tensors(whole))
+            return source, build_manifest(whole, content)
         if isinstance(source, Broadcast):
             raise ConfigError("a broadcast needs a manifest or a path: `manifest_of` makes one of names and shapes")
         return source, None

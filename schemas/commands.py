@@ -166,9 +166,18 @@ class Checkpoint(Struct, frozen=True, tag="checkpoint", omit_defaults=True):
 
     Attributes:
         path: Relative to the checkpoint root of each side (`--checkpoints` of the agent, `checkpoints=` of the plane).
+        delta: A directory of safetensors files with those of the same tensors that differ in version `base`. A replica
+            that is proven to hold that version may load these alone; any other loads `path`. Empty for none.
+        base: The committed version that the delta was made from.
     """
 
     path: RelativePath
+    delta: RelativePath = ""
+    base: Count = 0
+
+    def __post_init__(self) -> None:
+        if bool(self.delta) != bool(self.base):
+            raise ValueError(f"a delta needs its base, and a base a delta: this has {self.delta!r} and {self.base}")
 
 
 class Broadcast(Struct, frozen=True, kw_only=True, tag="broadcast", omit_defaults=True):
@@ -224,8 +233,14 @@ Source = EngineSource | Pushed
 """Where weights come from."""
 
 
+def without_delta(source: Source) -> Source:
+    """Return the source of all of these weights, which identifies them however they came."""
+    return Checkpoint(source.path) if isinstance(source, Checkpoint) and source.delta else source
+
+
 def durable_source(source: Source) -> Checkpoint | None:
     """Return where these weights can be read at any later time; None if there is no checkpoint beside the source."""
+    source = without_delta(source)
     if isinstance(source, Checkpoint):
         return source
     return Checkpoint(source.path) if source.path else None

@@ -25,6 +25,7 @@ from schemas.commands import (
     Source,
     UnknownCommand,
     WeightSync,
+    without_delta,
 )
 from schemas.identity import COLOCATED, OBSERVED, ROLLOUT, Count, Identity, InFlight, Positive, Tag
 from schemas.selection import profile_skip_reason
@@ -230,7 +231,8 @@ def _after_sync(desired: Desired, command: WeightSync, identity: Identity) -> De
         case "load" if quarantined:
             return replace(desired, sync=None, quarantined=desired.quarantined or command.version)
         case "load" if sync is not None and sync.version == command.version:
-            first = Committed(sync.version, sync.source, sync.manifest) if desired.committed is None else None
+            whole = Committed(sync.version, without_delta(sync.source), sync.manifest)
+            first = whole if desired.committed is None else None
             return replace(desired, sync=replace(sync, phase="load"), uncommitted=first)
         case "commit" if source is not None:
             committed = Committed(command.version, source, command.manifest)

@@ -320,6 +320,7 @@ class Returned(Struct, frozen=True, kw_only=True, tag="ok", omit_defaults=True):
 
     Attributes:
         digest: sha256 of the weights that the engine now holds, if it can tell.
+        took: What a load from a source with a delta took.
         auto_stopped: The engine had ended the session by itself.
         traces: What the session left on this node.
         ranks_without_trace: Selected ranks that left none.
@@ -327,6 +328,7 @@ class Returned(Struct, frozen=True, kw_only=True, tag="ok", omit_defaults=True):
     """
 
     digest: Name | None = None
+    took: Text = ""
     auto_stopped: bool = False
     traces: tuple[Trace, ...] = ()
     ranks_without_trace: tuple[Count, ...] = ()

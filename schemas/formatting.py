@@ -164,6 +164,7 @@ def kind_and_reason(outcome: Conclusion) -> tuple[str, str]:
 def _format_acted(acted: Acted) -> str:
     parts = [f"acted ({', '.join(acted.calls) or 'nothing to call'})"]
     parts += [f"version {acted.version}"] if acted.version is not None else []
+    parts += [f"took the {acted.took}"] if acted.took else []
     parts += ["the engine had stopped by itself"] if acted.auto_stopped else []
     parts += ["still running"] if acted.still_running else []
     parts += [f"{len(acted.traces)} trace{'' if len(acted.traces) == 1 else 's'}"] if acted.traces else []

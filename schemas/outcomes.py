@@ -1,7 +1,7 @@
 """What one agent answers to one command: `acted`, `skipped(reason)` or `failed(error)`. The bus adds `missing`."""
 
 from enum import StrEnum
-from typing import Literal
+from typing import Final, Literal
 
 from msgspec import Struct
 
@@ -66,6 +66,10 @@ class Trace(Struct, frozen=True, omit_defaults=True):
     rank: Count | None = None
 
 
+BY_DELTA: Final = "delta"
+"""What an engine took that loaded only the tensors that have changed."""
+
+
 class Acted(Struct, frozen=True, gc=False, kw_only=True, tag="acted", omit_defaults=True):
     """The engine was called, and its state was read back and shows the effect.
 
@@ -73,6 +77,7 @@ class Acted(Struct, frozen=True, gc=False, kw_only=True, tag="acted", omit_defau
         calls: Names of the engine calls made, in order.
         version: Weights that the engine holds after a load or commit.
         digest: Digest of those weights, where the engine can compute one.
+        took: Of a load for which there is a delta: `delta`, or `whole` and why; empty for other loads.
         auto_stopped: The engine had closed the session itself, because its window ended.
         traces: Traces of the selected ranks, after a profile stop, collect or finish.
         ranks_without_trace: Selected global ranks that left no trace.
@@ -83,6 +88,7 @@ class Acted(Struct, frozen=True, gc=False, kw_only=True, tag="acted", omit_defau
     calls: tuple[Name, ...]
     version: Count | None = None
     digest: Name | None = None
+    took: Text = ""
     auto_stopped: bool = False
     traces: tuple[Trace, ...] = ()
     ranks_without_trace: tuple[Count, ...] = ()

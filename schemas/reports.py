@@ -27,7 +27,7 @@ from schemas.formatting import (
     is_trouble,
 )
 from schemas.identity import ROLLOUT, Count, Label, Name, Nanoseconds, Positive, Text, identity_of
-from schemas.outcomes import Acted, Conclusion, Failed, Missing, Reason, Skipped
+from schemas.outcomes import BY_DELTA, Acted, Conclusion, Failed, Missing, Reason, Skipped
 
 
 class AdapterStatus(Struct, frozen=True, kw_only=True):
@@ -486,9 +486,17 @@ class SyncReport(Printable, frozen=True, kw_only=True, tag="sync_report"):
     adapter: Label = ""
 
     @property
+    def by_delta(self) -> tuple[int, ...]:
+        """Replicas among those in `loaded` that loaded only the tensors that have changed since the delta's base."""
+        lines = [line for phase in self.phases for line in phase.outcomes]
+        took = {line.agent for line in lines if isinstance(line.conclusion, Acted) and line.conclusion.took == BY_DELTA}
+        return tuple(replica for replica in self.loaded if f"{replica}.0" in took)
+
+    @property
     def headline(self) -> str:
         """How it ended, in one line."""
         serving = f" on {format_replicas(self.loaded)}" if self.loaded else ""
+        serving += f", by a delta on {format_replicas(delta)}" if (delta := self.by_delta) else ""
         unproven = f"; unproven: {format_replicas(self.unproven)}" if self.unproven else ""
         out = "without it" if self.adapter else "quarantined"
         quarantined = f"; {out}: {format_replicas(self.quarantined)}" if self.quarantined else ""

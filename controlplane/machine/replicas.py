@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from controlplane.machine.coordinator_state import CoordinatorState, Member
 from controlplane.machine.stops import stopped_replicas
-from schemas.commands import AdapterSync, Command, EngineCommand, Target, WeightSync, durable_source
+from schemas.commands import AdapterSync, Checkpoint, Command, EngineCommand, Target, WeightSync, durable_source
 from schemas.desired import Desired
 from schemas.formatting import agent_order, format_duration
 from schemas.identity import ROLLOUT, Identity
@@ -271,8 +271,10 @@ def needed_weights(state: CoordinatorState) -> frozenset[str]:
     replicas = syncing_replicas(state, Target()) & state.desired.keys()
     committed = [desired.committed for desired in (state.default_desired, *map(state.desired.__getitem__, replicas))]
     sources = [weights.source for weights in committed if weights is not None]
-    durable = map(durable_source, (*sources, *(sync.request.source for sync in state.syncs.values())))
-    return frozenset(source.path for source in durable if source is not None)
+    asked = [sync.request.source for sync in state.syncs.values()]
+    durable = map(durable_source, (*sources, *asked))
+    deltas = frozenset(source.delta for source in asked if isinstance(source, Checkpoint) and source.delta)
+    return frozenset(source.path for source in durable if source is not None) | deltas
 
 
 def all_serve(state: CoordinatorState, count: int, since_us: int) -> bool:

@@ -58,7 +58,7 @@ from controlplane.machine.versions import (
     weights_of,
     with_loaded,
 )
-from schemas.commands import AdapterSync, SyncPhase, WeightSync
+from schemas.commands import AdapterSync, SyncPhase, WeightSync, without_delta
 from schemas.outcomes import Missing
 from schemas.reports import Report
 
@@ -167,10 +167,11 @@ def _command(sync: Sync, phase: SyncPhase, quarantine: frozenset[int] = frozense
     if (adapter := adapter_of(sync)) is not None:
         return AdapterSync(phase=phase, adapter=adapter, keep=keep_of(sync))
     has_source = phase in ("prepare", "commit")
+    source = request.source if phase == "prepare" else without_delta(request.source)
     return WeightSync(
         phase=phase,
         version=sync.version,
-        source=request.source if has_source else None,
+        source=source if has_source else None,
         manifest=request.manifest if has_source else None,
         in_flight=request.in_flight if phase == "prepare" else "abort",
         quarantine=quarantine,

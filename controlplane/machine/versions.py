@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from controlplane.machine.coordinator_state import CoordinatorState, LoadedWeights, Sync
 from controlplane.machine.replicas import syncing_replicas
-from schemas.commands import Checkpoint, Pushed, Source
+from schemas.commands import Checkpoint, Pushed, Source, without_delta
 from schemas.desired import Committed
 from schemas.identity import NUMBER_MAX
 
@@ -24,7 +24,7 @@ LOADED_MAX: Final = 64
 
 def weights_of(sync: Sync) -> Committed:
     """Return the weights that a sync brings."""
-    return Committed(sync.version, sync.request.source, sync.request.manifest)
+    return Committed(sync.version, without_delta(sync.request.source), sync.request.manifest)
 
 
 def with_loaded(loaded: tuple[LoadedWeights, ...], sync: Sync, *, committed: bool = False) -> tuple[LoadedWeights, ...]:
@@ -57,9 +57,10 @@ def refused_version(state: CoordinatorState, sync: Sync) -> str:
         if forgotten and behind:
             return f"version {version} may have been used before: it is older than the last {LOADED_MAX}. {advice}"
         return ""
-    if known == weights_of(sync):
+    wanted = weights_of(sync)
+    if known == wanted:
         return ""
-    differs = _named(known.source) if known.source != sync.request.source else "another manifest"
+    differs = _named(known.source) if known.source != wanted.source else "another manifest"
     return f"version {version} was used before: engines may have loaded it from {differs}. {advice}"
 
 

@@ -33,6 +33,22 @@ def build_manifest(directory: Path, content: bool) -> Manifest:
     return manifest_of(layout, content_digest(places) if content else None)
 
 
+def find_delta(directory: Path, whole: Mapping[str, TensorPlace]) -> dict[str, TensorPlace]:
+    """Return where the tensors of a delta are. Raises CheckpointError unless each is one of the whole checkpoint's.
+
+    Args:
+        directory: With the tensors that have changed.
+        whole: All tensors of the same weights.
+    """
+    places = find_tensors(directory)
+    for name, place in places.items():
+        if name not in whole or whole[name].spec != place.spec:
+            has = f"as {whole[name].spec}" if name in whole else "not at all"
+            what = f"holds {name[:200]!r} ({place.spec}), which the whole checkpoint has {has}"
+            raise checkpoint_refused(directory, what, f"{UNTOUCHED} A delta is a part of the checkpoint beside it.")
+    return places
+
+
 class CheckpointFiles(NamedTuple):
     """What a sync says of the files of a checkpoint or an adapter."""
 

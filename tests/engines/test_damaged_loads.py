@@ -24,6 +24,7 @@ from tests.engines.reports import BUS, conclusions, failed
 from tests.engines.servers import AgentProcess, EngineServer, Proxy
 from tests.engines.tiny_fleet import TinyFleet, model
 from tests.engines.vllm_fleet import UNI, UNI_ENVIRONMENT
+from workers.engines.checkpoint import Taken
 from workers.engines.tiny.model import save
 
 REPLICAS = (0, 1, 2)
@@ -126,10 +127,10 @@ class TinyReplicas(TinyFleet):
         engine = self.engines[replica]
         checked = engine._directory
 
-        def damaging(call: CheckSource | Load) -> Path:
+        def damaging(call: CheckSource | Load) -> Taken:
             found = checked(call)
             if isinstance(call, Load):
-                flip(found, next(iter(find_tensors(found))))
+                flip(found.whole, next(iter(find_tensors(found.whole))))
                 engine._directory = checked  # type: ignore[method-assign]
             return found
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from controlplane.analysis.invariants import verify
@@ -17,12 +18,14 @@ from schemas.errors import CommandError
 from schemas.identity import Operation
 from schemas.outcomes import Acted, ErrorKind, Missing, Reason, Skipped
 from schemas.safetensors.manifest import build_manifest
+from tests.engines.deltas import CLOSED, SPLIT, Deltas, save_changed, took
 from tests.engines.groups import sender
 from tests.engines.models import save_weights, weights
 from tests.engines.profiles import look
 from tests.engines.reports import acted, conclusions, failed
 from tests.engines.servers import answers, free_port, probed, wait_for
 from tests.engines.sglang_fleet import SGLangFleet
+from workers.engines.sglang.launch import read_launch
 
 pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(480)]
 
@@ -111,6 +114,24 @@ def test_weights_from_disk_change_what_both_ranks_generate(fleet: SGLangFleet) -
     report = fleet.plane.sync_weights(None, Checkpoint("a"), timeout=60).wait()
     assert report.loaded == (0,)
     assert fleet.tokens() == launched and fleet.label() == str(report.version)
+
+
+@pytest.mark.parametrize("names", [CLOSED, SPLIT], ids=["closed", "split"])
+def test_a_delta_brings_the_weights_that_the_whole_checkpoint_does(
+    fleet: SGLangFleet, names: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
+    deltas, name = Deltas(fleet.plane), f"changed-{request.node.callspec.id}"
+    save_changed(fleet.folder, name, 1, names)
+    base = deltas.sync("a").version
+    launched = fleet.tokens()
+    report = deltas.sync(name, base)
+    assert report.by_delta == report.loaded == (0,) and took(report) == {"0.0": "delta"}
+    generated = fleet.tokens()
+    reported = httpx.get(f"{fleet.urls[0]}/model_info", timeout=60).json()  # as older versions do in /server_info
+    assert read_launch(reported, {}).model == str(fleet.folder / name) != reported["model_path"]
+    assert deltas.sync(name).by_delta == () and fleet.tokens() == generated != launched
+    report = deltas.same_as_whole(name, base, fleet.tokens)
+    assert took(report) == {"0.0": f"whole: it takes no delta, or was not known to hold version {base}"}
 
 
 def test_weights_come_through_a_group_of_the_trainer_and_both_ranks(fleet: SGLangFleet) -> None:

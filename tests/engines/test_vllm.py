@@ -16,6 +16,7 @@ from controlplane.record.log import RunLog
 from schemas.agent_status import RequestCounts
 from schemas.identity import Operation
 from schemas.outcomes import Acted, ErrorKind
+from tests.engines.deltas import CLOSED, SPLIT, Deltas, save_changed, took
 from tests.engines.reports import acted, conclusions, failed
 from tests.engines.servers import begin, probed, wait_for
 from tests.engines.vllm_fleet import VLLMFleet
@@ -89,6 +90,40 @@ def test_replica_that_loaded_goes_back_when_too_few_did(fleet: VLLMFleet) -> Non
     fleet.first.thaw()
     fleet.wait_ready()
     assert fleet.tokens() == before
+
+
+def test_a_delta_brings_the_weights_that_the_whole_checkpoint_does(fleet: VLLMFleet) -> None:
+    deltas, root = Deltas(fleet.plane), fleet.folder
+    save_changed(root, "closed", 1, CLOSED)
+    save_changed(root, "split", 1, SPLIT)
+    base = deltas.sync("a").version
+    launched = fleet.tokens()
+    report = deltas.same_as_whole("closed", base, fleet.tokens)
+    assert report.by_delta == report.loaded == (0, 1) and set(took(report).values()) == {"delta"}
+    assert fleet.tokens() != launched
+    base = deltas.sync("a").version  # what it lacks of fused modules, vLLM would take from uninitialized memory
+    report = deltas.same_as_whole("split", base, fleet.tokens)
+    assert report.loaded == (0, 1) and report.by_delta == ()
+    assert all(text.startswith("whole: the engine fuses what has changed with") for text in took(report).values())
+    report = deltas.same_as_whole("closed", base, fleet.tokens)  # of a version that they no longer hold
+    assert report.loaded == (0, 1) and report.by_delta == ()
+    fleet.version = deltas.sync("a").version
+    assert fleet.tokens() == launched
+
+
+def test_an_engine_that_was_launched_again_gets_the_whole_checkpoint_and_the_others_the_delta(fleet: VLLMFleet) -> None:
+    deltas = Deltas(fleet.plane)
+    save_changed(fleet.folder, "again", 1, CLOSED)
+    base = deltas.sync("a").version
+    fleet.first.kill()
+    wait_for("its agent sees that it is gone", lambda: not fleet.status("0.0").ready)
+    report = deltas.sync("again", base, quorum=1)
+    assert (report.loaded, report.by_delta, report.unproven) == ((1,), (1,), (0,))
+    fleet.first.start()
+    fleet.first.wait_up()
+    fleet.wait_ready()
+    assert len(set(map(tuple, fleet.tokens()))) == 1
+    fleet.version = deltas.sync("a").version
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

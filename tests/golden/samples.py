@@ -32,6 +32,7 @@ PLAN = commands.ProfilePlan(
     with_stack=True,
 )
 SOURCE = commands.Checkpoint("run/step_5")
+DELTA = commands.Checkpoint("run/step_5", delta="run/step_5-delta", base=4)
 PUSHED = commands.Pushed("5", path="run/step_5")
 MANIFEST = commands.Manifest(tensors=3, nbytes=1024, layout="aa", content="bb")
 SESSION = ProfileSession(3, PLAN)
@@ -97,6 +98,7 @@ SAMPLES: tuple[Struct, ...] = (
     # commands
     PROFILE,
     SYNC,
+    commands.WeightSync(phase="prepare", version=5, source=DELTA, manifest=MANIFEST),
     commands.EngineCommand(operation="sleep", tags=frozenset({"weights", "kv_cache"})),
     commands.EpochStart(previous_epoch=2, logic=1),
     commands.AdapterSync(phase="commit", adapter=ADAPTER, keep=3),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from msgspec.structs import replace
 
 from schemas import events
-from schemas.commands import Broadcast, Pushed, Source, WeightSync
+from schemas.commands import Broadcast, Checkpoint, Pushed, Source, WeightSync
 from schemas.desired import Desired
 from schemas.identity import Memory, Operation, Tag
 
@@ -75,6 +75,17 @@ def weights_of(source: Source) -> str:
     if isinstance(source, Broadcast):
         return source.path or f"{BROADCAST} {source.group}"
     return source.path or f"pushed {source.label}" if isinstance(source, Pushed) else source.path
+
+
+def loaded_over(held: str, source: Source) -> str:
+    """Return what an engine holds after a load: a delta makes its weights only of those that it was made from."""
+    wrong = isinstance(source, Checkpoint) and source.delta not in ("", delta_of(held))
+    return f"{source.delta} over {held}" if wrong else weights_of(source)  # type: ignore[union-attr]
+
+
+def delta_of(weights: str) -> str:
+    """Return the directory of a delta that was made from these weights."""
+    return f"changed since {weights}"
 
 
 def weights_to_serve(desired: Desired, held: str) -> str:
@@ -480,7 +491,8 @@ class Engine:
         held = self.weights, self.version, self.label
         version, self.weights, label = 0, LAUNCHED, LAUNCH_LABEL
         if isinstance(call, events.Load):
-            version, self.weights, label = call.version, weights_of(call.source), call.label or str(call.version)
+            version, label = call.version, call.label or str(call.version)
+            self.weights = loaded_over(held[0], call.source)
         self.version, self.label = version, label if self.label is not None else None
         if held != (self.weights, self.version, self.label):  # the same again shows nothing
             self.loaded_by = self.caller.slot.double if self.caller is not None else None

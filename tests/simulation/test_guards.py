@@ -86,9 +86,21 @@ GUARDS = {
     ),
     "broadcast once": Guard(
         "workers/machine/reconcile.py",
-        "source = wanted.source if load_commanded else durable_source(wanted.source)",
+        "source = source_to_take(wanted, desired, engine) if load_commanded else durable_source(wanted.source)",
         "source = wanted.source",
         39,
+    ),
+    "base": Guard(
+        "workers/machine/weights.py",
+        "held.version == loaded.version == source.base",
+        "loaded.version > 0",
+        98,
+    ),
+    "delta once": Guard(
+        "workers/machine/reconcile.py",
+        "source = source_to_take(wanted, desired, engine) if load_commanded else durable_source(wanted.source)",
+        "source = wanted.source if load_commanded else durable_source(wanted.source)",
+        24,
     ),
     "same snapshot": Guard(
         "workers/machine/decide.py",

@@ -36,7 +36,7 @@ from schemas.errors import CommandError
 from schemas.events import Returned
 from schemas.identity import REPLICAS_MAX, TIME_MAX_MS, Tag
 from schemas.wire import decode_command
-from tests.simulation.engine import Engine, digest_of, weights_of
+from tests.simulation.engine import Engine, delta_of, digest_of, weights_of
 
 if TYPE_CHECKING:
     from tests.simulation.bus import Bus
@@ -75,6 +75,7 @@ class Trainer:
         )  # chance of a target and a timeout at their bounds or beyond
         self.pushing = random.Random(f"push {world.seed}")
         self.sending = random.Random(f"sending {world.seed}")
+        self.deltas = random.Random(f"deltas {world.seed}")
         self.versions = random.Random(f"versions {world.seed}")
         self.counting = random.Random(f"counting {world.seed}")
         self.casting = random.Random(f"casting {world.seed}")
@@ -176,7 +177,7 @@ class Trainer:
         version = version or self._version(again)
         source = self._source(f"v{version}/try{self.tries}")
         reused = self._pushed_before() if again and isinstance(source, Pushed) else None
-        source = reused or source
+        source = reused or self._with_delta(source)
         counted = again and self.counting.random() < 0.2
         content = digest_of(weights_of(source))
         manifest = Manifest(tensors=1, nbytes=1, layout="l", content=content)
@@ -215,6 +216,15 @@ class Trainer:
         if not pushes or self.pushing.random() >= pushes:
             return Checkpoint(path)
         return Pushed(f"push {self.tries}", path if self.pushing.random() < 0.5 else "")
+
+    def _with_delta(self, source: Source) -> Source:
+        """Now and then, name a delta beside a checkpoint, most often from what is committed."""
+        commits = self.world.promises.commits()
+        if not isinstance(source, Checkpoint) or not commits or self.deltas.random() >= 0.5:
+            return source
+        base = commits[-1] if self.deltas.random() < 0.8 else self.deltas.choice(commits)
+        assert base.source is not None
+        return Checkpoint(source.path, delta_of(weights_of(base.source)), base.version)
 
     def _pushed_before(self) -> Pushed | None:
         """Now and then, what was pushed and committed before, to be pushed again as a version of its own."""

@@ -252,6 +252,20 @@ def test_a_missing_or_forbidden_checkpoint_is_refused_before_anything_is_publish
     assert plane.status().seq == 1
 
 
+def test_a_delta_that_is_no_part_of_its_checkpoint_is_refused_before_anything_is_published(
+    plane: ControlPlane, tmp_path: Path
+) -> None:
+    checkpoint(tmp_path / "one")
+    (tmp_path / "delta").mkdir()
+    save_file({"w": zeros(3)}, tmp_path / "delta" / "model.safetensors")
+    for delta in ("delta", "nowhere", "../up"):
+        with pytest.raises(errors.CheckpointError):
+            plane.sync_weights(2, Checkpoint("one", delta=delta, base=1))
+    assert plane.status().seq == 1
+    report = plane.sync_weights(2, source := Checkpoint("one", delta="one", base=1), timeout=1).wait()
+    assert isinstance(report.phases[0].command, WeightSync) and report.phases[0].command.source == source
+
+
 def test_a_sync_that_no_replica_follows_is_aborted(plane: ControlPlane, tmp_path: Path) -> None:
     report = plane.sync_weights(1, checkpoint(tmp_path / "one"), timeout=1).wait()
     assert (report.status, report.loaded, report.quarantined) == ("aborted", (), ())

@@ -21,6 +21,7 @@ from schemas.safetensors.format import UNTOUCHED, TensorPlace, TensorSpec, find_
 from schemas.safetensors.manifest import ADAPTER_CONFIG, check_tensors, config_digest, read_config
 from schemas.safetensors.paths import resolve_below
 from schemas.wire import DECODE_ERRORS
+from workers.engines.checkpoint import FLOATS, FUSED
 from workers.engines.client import integer_at
 from workers.engines.observed import LoRALimits
 
@@ -33,15 +34,9 @@ NOT_SERVED: Final = (
 _PLAIN_INITS: Final = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 """Ways to initialize that leave the base as it is. pissa, olora, corda and loftq change the base."""
 _EVERY_MODULE: Final = ("all", "all-linear")
-_FLOATS: Final = frozenset({"F32", "F16", "BF16"})
-_COMPARABLE: Final = _FLOATS | {"F8_E4M3", "F8_E5M2"}
+_COMPARABLE: Final = FLOATS | {"F8_E4M3", "F8_E5M2"}
 """Dtypes of a weight that has the shape of its module. Quantized ones are packed."""
 _TENSOR: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight", re.ASCII)
-_FUSED: Final = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
-    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
-}
-"""Modules that engines fuse. A launch may name either."""
 
 
 class _Module(Struct):
@@ -157,8 +152,8 @@ def _modules(directory: Path, layout: Mapping[str, TensorSpec]) -> dict[str, _Mo
                 "Names must be those of PEFT, `base_model.model.MODULE.lora_A.weight` and `lora_B`, or without "
                 "`base_model.model.`, as prime-rl's.",
             )
-        if spec.dtype not in _FLOATS or len(spec.shape) != 2:
-            allowed = f"Two dimensions of {_names(_FLOATS)} are served."
+        if spec.dtype not in FLOATS or len(spec.shape) != 2:
+            allowed = f"Two dimensions of {_names(FLOATS)} are served."
             raise _refused(directory, f"holds {name[:200]} as {spec}", allowed)
         module = modules.setdefault(found[1], _Module())
         if (module.down if found[2] == "A" else module.up) is not None:
@@ -213,7 +208,7 @@ def _compare(directory: Path, modules: Mapping[str, _Module], layout: Mapping[st
 
 
 def _fused(last: str) -> str:
-    return _FUSED.get(last, last)
+    return FUSED.get(last, last)  # a launch may name either
 
 
 def _names(names: Iterable[str]) -> str:

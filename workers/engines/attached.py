@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Final, Generic
 
@@ -17,7 +18,7 @@ from schemas.events import CheckAdapter, CheckSource, Load, LoadAdapter, Observa
 from schemas.identity import LAUNCH_LABEL, Digests, Identity, Operation
 from schemas.safetensors.format import read_layout
 from workers.engines.adapter_files import adapter_path, checked_adapter
-from workers.engines.checkpoint import SourceChecker
+from workers.engines.checkpoint import Lacking, SourceChecker, Taken, missing_beside
 from workers.engines.client import CallRefused, EngineClient, begun, mapping_at
 from workers.engines.observed import EngineKind, Launch, LaunchT, LoRALimits, ObservedEngine, listed_adapters
 
@@ -39,6 +40,7 @@ class AttachedEngine(ABC, Generic[LaunchT]):
     """
 
     kind: ClassVar[EngineKind]  # type: ignore[type-arg]
+    _fuses: ClassVar[bool]  # see `missing_beside`
     _loaded_option: ClassVar[str]  # of its launch: how many adapters it holds
     _checksums: ClassVar[tuple[str, str]]  # the method that returns them, and a parameter that shows that it does
 
@@ -80,19 +82,23 @@ class AttachedEngine(ABC, Generic[LaunchT]):
             raise RefusedError(f"{self.kind.name} was not called: this node has no front end.")
         return self._client, launch
 
-    def _directory(self, launch: LaunchT, call: Load | Restore) -> Path:
+    def _directory(self, launch: LaunchT, call: Load | Restore) -> Taken:
         """Return where the weights of a call are, after checking them. Raises CheckpointError."""
         if isinstance(call, Load):
             assert isinstance(call.source, Checkpoint)
-            return self._sources.checked_directory(call.source, call.manifest, launch.model)
+            return self._sources.checked_directory(call.source, call.manifest, launch.model, self._missing(launch))
         read_layout(Path(call.directory))
-        return Path(call.directory)
+        return Taken(Path(call.directory))
 
     async def _check_source(self, launch: LaunchT, call: CheckSource, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s * READ_AHEAD_SHARE
-        await to_thread.run_sync(self._sources.check, call.source, call.manifest, launch.model, self._identity, until)
+        where = call.source, call.manifest, launch.model, self._identity
+        await to_thread.run_sync(self._sources.check, *where, until, self._missing(launch))
 
-    async def _loaded(self, client: EngineClient, launch: LaunchT, call: Load | Restore) -> Returned:
+    def _missing(self, launch: LaunchT) -> Lacking:
+        return partial(missing_beside, precision=launch.precision, fuses=self._fuses)
+
+    async def _loaded(self, client: EngineClient, launch: LaunchT, call: Load | Restore, took: str) -> Returned:
         """Return the result of a load, with a digest of the checksums that the engine computes over its own tensors.
 
         It identifies the contents of engines of this kind and layout, not of files: engines fuse and prepack tensors.
@@ -101,13 +107,13 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         announced = isinstance(call, Load) and call.manifest is not None and call.manifest.content is not None
         asked = self._digests == "always" or (announced and self._digests == "announced")
         if not asked or parameter not in launch.methods.get(method, ()):
-            return Returned()
+            return Returned(took=took)
         sums = named_checksums(await client.call(method, action="checksum"))
         arranged = [launch.version, launch.device, launch.world, launch.precision, sorted(sums)]
         layout, content = (
             hashlib.sha256(json.dumps(part).encode()).hexdigest() for part in (arranged, sorted(sums.items()))
         )
-        return Returned(digest=f"{self.kind.name}:{layout[:16]}:{content}")
+        return Returned(digest=f"{self.kind.name}:{layout[:16]}:{content}", took=took)
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ both sides go through its tensors in ascending order of their names, and the man
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -15,8 +15,9 @@ from typing import Final, NamedTuple
 from schemas.commands import Broadcast, Checkpoint, EngineSource, Manifest
 from schemas.errors import CheckpointError, EngineError
 from schemas.identity import Identity
+from schemas.outcomes import BY_DELTA
 from schemas.safetensors.format import TensorPlace, TensorSpec, find_tensors, read_layout
-from schemas.safetensors.manifest import check_layout, check_tensors, require_same_model
+from schemas.safetensors.manifest import check_layout, check_tensors, find_delta, require_same_model
 from schemas.safetensors.paths import resolve_below
 from schemas.safetensors.reading import FileState, file_states
 from workers.engines.page_cache import read_ahead
@@ -43,23 +44,56 @@ TORCH_DTYPES: Final = {
 """torch's names for safetensors' dtypes."""
 
 Layout = Mapping[str, TensorSpec]
+Lacking = Callable[[Layout, Layout], str]
+"""Returns why an engine can't load only those tensors, of all tensors of the same weights; empty if it can."""
 
+FLOATS: Final = frozenset({"F32", "F16", "BF16"})
+FUSED: Final = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
+"""Modules that engines fuse."""
+_ALONE: Final = ("o_proj", "down_proj", "embed_tokens", "lm_head")
+"""Modules that they don't fuse, beside norms."""
 
 ADAPTERS_KNOWN: Final = 64
 """Adapters whose files are known not to have been written since they were digested."""
 
 
+class Taken(NamedTuple):
+    """What an engine is to read of a source: all of its weights, or its delta; and why, as `Returned.took` says it."""
+
+    whole: Path
+    delta: Path | None = None
+    took: str = ""
+
+    @property
+    def directory(self) -> Path:
+        """What it is to read."""
+        return self.delta or self.whole
+
+
 class _Checked(NamedTuple):
-    """A directory that was checked against a manifest and the layout of a model, and its files as they were."""
+    """A directory that was checked against a manifest and the layout of a model, and its files as they were. With a
+    delta, both are.
+    """
 
     directory: Path
+    delta: Path | None
     manifest: Manifest | None
     states: tuple[FileState, ...]
     layout: Layout | None
+    missing: str = ""  # for an engine that is to load the delta alone
 
     def still_holds(self, found: "_Checked") -> bool:
         """Whether a check of what was found now would say the same."""
-        return self[:3] == found[:3] and self.layout is found.layout
+        return self[:4] == found[:4] and self.layout is found.layout
+
+    def taken(self) -> Taken:
+        """Return what of it an engine is to read."""
+        if self.missing:
+            return Taken(self.directory, took=f"whole: {self.missing}")
+        return Taken(self.directory, self.delta, BY_DELTA if self.delta is not None else "")
 
     def is_settled(self, now_ns: int) -> bool:
         """Whether a later write to its files would show."""
@@ -81,7 +115,13 @@ class SourceChecker:
         self._adapters: dict[Path, _Checked] = {}
 
     def check(
-        self, source: EngineSource, manifest: Manifest | None, model: str | None, identity: Identity, until: float
+        self,
+        source: EngineSource,
+        manifest: Manifest | None,
+        model: str | None,
+        identity: Identity,
+        until: float,
+        missing: Lacking,
     ) -> None:
         """Check that the engine may load the source, and read ahead what it will load. Raises CheckpointError.
 
@@ -93,30 +133,40 @@ class SourceChecker:
                 nothing can be broadcast.
             identity: The place of this agent.
             until: When to stop reading ahead, by `time.monotonic()`.
+            missing: Says whether the engine can load a delta.
         """
         if isinstance(source, Checkpoint):
-            directory = self.checked_directory(source, manifest, model)
+            directory = self.checked_directory(source, manifest, model, missing).directory
             if manifest is None or manifest.content is None:  # for a digest it was all read just now
                 read_ahead(directory, until)
         else:
             self.checked_layout(source, manifest, model, identity)
 
-    def checked_directory(self, source: Checkpoint, manifest: Manifest | None, model: str | None) -> Path:
-        """Return the directory of the source, after checking all of it. Raises CheckpointError.
+    def checked_directory(
+        self, source: Checkpoint, manifest: Manifest | None, model: str | None, missing: Lacking = lambda *_: ""
+    ) -> Taken:
+        """Return what the engine is to read of the source, after checking all of it. Raises CheckpointError.
 
         A sync asks before the pause, and again for the load. Files that have not been written since they were checked
-        are not read again, so generation does not stand still for that.
+        are not read again, so generation does not stand still for that. A manifest is of all weights: with a digest,
+        that of the delta's tensors and the others' is its digest.
         """
         directory = resolve_below(self._root, source.path)
+        delta = resolve_below(self._root, source.delta) if source.delta else None
         layout = self.model_layout(model)
-        began_ns, states = time.time_ns(), file_states(directory)
-        found = _Checked(directory, manifest, states, layout)
+        began_ns, states = time.time_ns(), file_states(directory) + (file_states(delta) if delta is not None else ())
+        found = _Checked(directory, delta, manifest, states, layout)
         if self._checked is not None and self._checked.still_holds(found):
-            return directory
+            return self._checked.taken()
         self._checked = None
         places = find_tensors(directory)
+        whole = _layout_of(places)
+        if delta is not None:
+            changed = find_delta(delta, places)
+            found = found._replace(missing=missing(_layout_of(changed), whole))
+            places |= changed if not found.missing else {}
         if layout is not None:
-            require_same_model(directory, layout, {name: place.spec for name, place in places.items()})
+            require_same_model(directory, layout, whole)
         elif manifest is None:
             raise CheckpointError(
                 f"checkpoint refused: {directory}: the engine was launched from {model or 'an unknown place'}, which "
@@ -127,13 +177,13 @@ class SourceChecker:
             check_tensors(directory, places, manifest)
         if found.is_settled(began_ns):
             self._checked = found
-        return directory
+        return found.taken()
 
     def check_adapter(self, directory: Path, places: Mapping[str, TensorPlace], manifest: Manifest) -> None:
         """Check the tensors of a LoRA adapter against its manifest. They are digested once for its check and its load,
         unless they were written meanwhile. Raises CheckpointError.
         """
-        began_ns, found = time.time_ns(), _Checked(directory, manifest, file_states(directory), None)
+        began_ns, found = time.time_ns(), _Checked(directory, None, manifest, file_states(directory), None)
         known = self._adapters.pop(directory, None)
         if known != found:
             check_tensors(directory, places, manifest)
@@ -171,6 +221,34 @@ class SourceChecker:
             with suppress(CheckpointError):
                 self._launched = (model, read_layout(Path(model)))
         return self._launched[1]
+
+
+def missing_beside(changed: Layout, whole: Layout, *, precision: str, fuses: bool) -> str:
+    """Return why an engine can't load only the tensors that have changed; empty if it can. Pure.
+
+    Args:
+        changed: Those tensors.
+        whole: All tensors of the same weights.
+        precision: The engine's, see `Launch`.
+        fuses: It makes a fused module anew in a load, so that what does not come is whatever was in that memory.
+    """
+    plain = precision.endswith(" None") and {spec.dtype for spec in whole.values()} <= FLOATS
+    if not plain or any(".experts." in name for name in whole):
+        return "no delta of experts or of quantized weights was seen to be right"
+    modules = {_module(name) for name in changed} if fuses else ()
+    lacking = next((name for name in whole if name not in changed and _module(name) in modules), "")
+    return f"the engine fuses what has changed with {lacking[:200]!r}" if lacking else ""
+
+
+def _module(name: str) -> str:
+    """The module of an engine that a tensor goes into. For one of a kind that is not known, all around it."""
+    around, _, last = name.rpartition(".")[0].rpartition(".")
+    alone = last in _ALONE or last.endswith("norm")
+    return f"{around}.{last if alone else FUSED[last]}" if alone or last in FUSED else around
+
+
+def _layout_of(places: Mapping[str, TensorPlace]) -> Layout:
+    return {name: place.spec for name, place in places.items()}
 
 
 def buckets(layout: Layout) -> Iterator[list[str]]:

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from schemas.commands import (
     AdapterDrop,
     AdapterSync,
+    Checkpoint,
     Command,
     Drain,
     EngineCommand,
@@ -19,7 +20,7 @@ from schemas.commands import (
     WeightSync,
     durable_source,
 )
-from schemas.desired import Desired, ProfileSession
+from schemas.desired import Desired, ProfileSession, Syncing
 from schemas.events import (
     Abort,
     AwaitIdle,
@@ -366,10 +367,14 @@ def acted(
     command: Command | UnknownCommand | None,
     calls: tuple[str, ...],
     reported: Returned = NOTHING_REPORTED,
+    sync: Syncing | None = None,
 ) -> Acted:
-    """Return the outcome of a command whose calls succeeded, with what they reported."""
+    """Return the outcome of a command whose calls succeeded, with what they reported, in a sync if there is one."""
     if type(command) is WeightSync:
-        return Acted(calls=calls, version=engine.version, digest=engine.digest)
+        took, source = reported.took, sync.source if sync is not None else None
+        if command.phase == "load" and not took and isinstance(source, Checkpoint) and source.delta:
+            took = f"whole: it takes no delta, or was not known to hold version {source.base}"
+        return Acted(calls=calls, version=engine.version, digest=engine.digest, took=took)
     if reported is NOTHING_REPORTED:
         return Acted(calls=calls)
     return Acted(
@@ -382,10 +387,11 @@ def acted(
 
 
 def merged(earlier: Returned, later: Returned) -> Returned:
-    """Merge what two calls of one command reported about a profiling session."""
-    if not (later.auto_stopped or later.traces or later.ranks_without_trace or later.still_running):
+    """Merge what two calls of one command reported about a profiling session, or about a load."""
+    if not (later.auto_stopped or later.traces or later.ranks_without_trace or later.still_running or later.took):
         return earlier
     return Returned(
+        took=later.took or earlier.took,
         auto_stopped=earlier.auto_stopped or later.auto_stopped,
         traces=earlier.traces + later.traces,
         ranks_without_trace=earlier.ranks_without_trace + later.ranks_without_trace,

@@ -358,7 +358,7 @@ def _go_on(state: AgentState, activity: Activity, now_ms: int, effects: Effects)
             return _stop_within(state, activity, effects)
         return _call(state, replace(activity, call_id=state.calls_made + 1, since_ms=now_ms), effects)
     command = activity.trigger.command if activity.trigger is not None else None
-    outcome = acted(state.engine, command, activity.completed, activity.reported)
+    outcome = acted(state.engine, command, activity.completed, activity.reported, state.desired.sync)
     state = replace(state, retries=0) if state.retries else state
     return _proceed(_end_activity(state, outcome, effects), now_ms, effects)
 

@@ -9,7 +9,7 @@ from typing import Final, assert_never
 from msgspec.structs import replace
 
 from schemas.commands import Checkpoint, Pushed, split_model
-from schemas.desired import ALL_TAGS, Desired
+from schemas.desired import ALL_TAGS, Committed, Desired
 from schemas.events import (
     Abort,
     AwaitIdle,
@@ -55,7 +55,7 @@ def apply_observation(engine: EngineState, observation: Observation) -> EngineSt
     if _other_instance(engine, observation):
         launch = apply_observation(EngineState(instance=observation.instance, memory=engine.memory), observation)
         for call in engine.unshown:
-            if observation.version is None or not isinstance(call, Load | Restore):
+            if observation.version is None or not isinstance(call, Load | Restore) or _loads_a_delta(call):
                 launch = _by_either_launch(launch, call, observation)
         return launch
     if engine.instance is None and observation.instance is not None:
@@ -229,7 +229,7 @@ def apply_result(
     failure = contradiction(call, result, observation)
     after = apply_observation(called, observation)
     unproven = isinstance(call, Pause | Sleep) or (
-        isinstance(call, Load) and (failure is not None or observation.version is None)
+        isinstance(call, Load) and (failure is not None or observation.version is None or _loads_a_delta(call))
     )
     if unproven and _other_instance(engine, observation):
         after = _by_either_launch(after, call, observation)
@@ -284,7 +284,7 @@ def _after_success(engine: EngineState, call: Call, result: Returned) -> EngineS
         case Resume():
             return replace(engine, generating=True, requests_kept=False)
         case CheckSource():
-            return replace(engine, checked=as_committed(call))
+            return replace(engine, checked=Committed(call.version, call.source, call.manifest))
         case Load() | AwaitPush() | Restore():
             loaded = None if isinstance(call, Restore) else as_committed(call)
             return replace(
@@ -444,6 +444,11 @@ def _by_either_launch(after: EngineState, call: Call, observation: Observation) 
     path = call.source.path if isinstance(call, Load) and isinstance(call.source, Checkpoint) else None
     # It may report the directory that it loaded last.
     return replace(after, launched_from=None) if path and launched_from.endswith(f"/{path}") else after
+
+
+def _loads_a_delta(call: Call) -> bool:
+    """Whether a launch that was not known to hold the base holds other weights after the call, under their label."""
+    return isinstance(call, Load) and isinstance(call.source, Checkpoint) and bool(call.source.delta)
 
 
 def _torn(engine: EngineState) -> EngineState:

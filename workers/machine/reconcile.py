@@ -57,6 +57,7 @@ from workers.machine.weights import (
     holds_committed,
     holds_weights,
     label_of,
+    source_to_take,
     wanted_weights,
 )
 
@@ -303,8 +304,10 @@ def plan_weights(desired: Desired, engine: EngineState, identity: Identity, load
     preparing = desired.sync if desired.sync is not None and desired.sync.phase == "prepare" else None
     if goes_back(desired, engine, identity):
         return WeightsPlan(load=(Restore(engine.launched_from or ""),)) if can_load else WeightsPlan(unreachable=True)
-    load = None if wanted is None or not can_load else _load_of(as_committed(wanted), load_commanded)
-    unchecked: Syncing | Load | AwaitPush | None = preparing if can_load and preparing is not None else load
+    load = None if wanted is None or not can_load else _load_of(wanted, desired, engine, load_commanded)
+    unchecked: Syncing | Load | AwaitPush | None = load
+    if can_load and preparing is not None:
+        unchecked = replace(preparing, source=source_to_take(preparing, desired, engine))
     check: tuple[Call, ...] = ()
     if (
         unchecked is not None
@@ -329,12 +332,16 @@ def _needs_none(desired: Desired, engine: EngineState, weights: Committed | Sync
     return holds_weights(engine, weights) and not (load_commanded and again)
 
 
-def _load_of(wanted: Committed, load_commanded: bool) -> Load | AwaitPush | None:
+def _load_of(
+    wanted: Committed | Syncing, desired: Desired, engine: EngineState, load_commanded: bool
+) -> Load | AwaitPush | None:
     """Return the call that brings these weights; None if there is none before the next sync."""
-    source = wanted.source if load_commanded else durable_source(wanted.source)
+    source = source_to_take(wanted, desired, engine) if load_commanded else durable_source(wanted.source)
     if isinstance(source, Pushed):
         return AwaitPush(wanted.version, source, wanted.manifest)
-    return None if source is None else Load(wanted.version, source, wanted.manifest, label_of(wanted) or "")
+    return (
+        None if source is None else Load(wanted.version, source, wanted.manifest, label_of(as_committed(wanted)) or "")
+    )
 
 
 def plan_memory(desired: Desired, engine: EngineState, identity: Identity, loading: bool) -> MemoryPlan:

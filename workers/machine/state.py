@@ -189,7 +189,7 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
         call_id: Number of the call in flight.
         deadline_ms: When the command fails with `engine_timeout`.
         completed: Names of the calls that succeeded.
-        reported: What those calls reported about a profiling session.
+        reported: What those calls reported about a profiling session, or about a load.
         overdue: The deadline has passed and the command was answered. The call in flight is still awaited.
         before: What was desired before the trigger, if that is an engine command or begins a sync; if it fails, that is
             pursued again.

@@ -6,7 +6,7 @@ A version alone identifies no weights, since an aborted version may be tried aga
 
 from msgspec.structs import replace
 
-from schemas.commands import Checkpoint, Manifest, Pushed, durable_source
+from schemas.commands import Checkpoint, Manifest, Pushed, Source, durable_source, without_delta
 from schemas.desired import Committed, Desired, Syncing
 from schemas.events import AwaitPush, CheckSource, Load
 from schemas.identity import COLOCATED, Identity
@@ -28,7 +28,19 @@ def as_committed(weights: Committed | Syncing | CheckSource | Load | AwaitPush) 
         return weights
     if isinstance(weights, Load) and weights.label and isinstance(weights.source, Checkpoint):
         return Committed(weights.version, Pushed(weights.label, weights.source.path), weights.manifest)
-    return Committed(weights.version, weights.source, weights.manifest)
+    return Committed(weights.version, without_delta(weights.source), weights.manifest)
+
+
+def source_to_take(sync: Committed | Syncing, desired: Desired, engine: EngineState) -> Source:
+    """Return where this replica gets the weights of a sync: a delta fits only the committed weights that it was made
+    from, which this launch of the engine must be known to hold since a load.
+    """
+    source, held, loaded = sync.source, desired.committed, engine.loaded
+    if not isinstance(source, Checkpoint) or not source.delta:
+        return source
+    fits = held is not None and loaded is not None and held.version == loaded.version == source.base
+    fits = fits and engine.instance is not None and not desired.quarantined and holds_committed(desired, engine)
+    return source if fits else without_delta(source)
 
 
 def label_of(weights: Committed) -> str | None:

@@ -27,6 +27,7 @@ Where SGLang differs from other engines:
   many silently unloads the least used. A request for an unloaded one loads it again (docs/lora.md).
 """
 
+import os
 import time
 from pathlib import Path
 from typing import Final, assert_never
@@ -40,10 +41,10 @@ from schemas.commands import Broadcast, Manifest
 from schemas.errors import EngineError, RefusedError, UnansweredError, UnsupportedError
 from schemas.events import Load, Restore
 from workers.engines.attached import AttachedEngine, label_after, weight_update
-from workers.engines.checkpoint import buckets, group_ranks, torch_dtypes_and_shapes
+from workers.engines.checkpoint import Taken, buckets, group_ranks, torch_dtypes_and_shapes
 from workers.engines.client import RETRY_S, CallRefused, EngineClient, begun, retry_time_s
 from workers.engines.counters import requests_under_way
-from workers.engines.sglang.launch import SGLANG, SGLangLaunch
+from workers.engines.sglang.launch import BESIDE, SGLANG, SGLangLaunch
 from workers.engines.sglang.profile import NEVER, profile_arguments
 from workers.traces.node import collect_traces, make_fresh, require_writable
 
@@ -60,7 +61,7 @@ _UPDATE: Final = ("begin_weight_update", "end_weight_update")  # from 0.5.21 on
 class SGLangEngine(AttachedEngine[SGLangLaunch]):
     """One SGLang engine, seen from one node of its replica. The client reaches this node's own server."""
 
-    kind, _loaded_option = SGLANG, "--max-loaded-loras"
+    kind, _fuses, _loaded_option = SGLANG, False, "--max-loaded-loras"
     _checksums = "check_weights", "allow_quant_error"  # which came one release after the checksums, in 0.5.15
     _flushed = False  # by the last call, which was a load: the engine is paused, so its cache is still empty
 
@@ -120,15 +121,16 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
         await client.call("release_memory_occupation", tags=sorted(call.tags))
 
     async def _load(self, client: EngineClient, launch: SGLangLaunch, call: Load | Restore) -> events.Returned:
+        took = ""
         if isinstance(call, Load) and isinstance(call.source, Broadcast):
             await self._receive(client, launch, call.source, call.manifest)
         else:
-            directory = await to_thread.run_sync(self._directory, launch, call)
-            flush = launch.flushes_in_load
+            taken = await to_thread.run_sync(self._directory, launch, call)
+            path, took, flush = path_to_load(taken), taken.took, launch.flushes_in_load
             try:
                 # Without a format it may fall back to unpickling.
                 await client.call(
-                    "update_weights_from_disk", model_path=str(directory), load_format="safetensors", flush_cache=flush
+                    "update_weights_from_disk", model_path=path, load_format="safetensors", flush_cache=flush
                 )
                 self._flushed = flush
             except CallRefused as error:
@@ -136,7 +138,7 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
                     raise
         with begun():
             await client.call("update_weight_version", new_version=label_after(call), abort_all_requests=False)
-            return await self._loaded(client, launch, call)
+            return await self._loaded(client, launch, call, took)
 
     async def _receive(
         self, client: EngineClient, launch: SGLangLaunch, source: Broadcast, manifest: Manifest | None
@@ -253,6 +255,15 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
             raise EngineError(f"sglang merged no traces; each rank's is in {directory}. Its log says why.")
         found = await to_thread.run_sync(collect_traces, self._traces, call.directory, plan, self._identity)
         return replace(found, auto_stopped=refused and bool(files))
+
+
+def path_to_load(taken: Taken) -> str:
+    """Return a path to what is to be loaded. Older versions report it as that of their model, so that of a delta begins
+    with the whole checkpoint's, and goes on beside it.
+    """
+    if taken.delta is None:
+        return str(taken.whole)
+    return f"{taken.whole}{BESIDE}{os.path.relpath(taken.delta, taken.whole.parent)}"
 
 
 async def _accepts(client: EngineClient, method: str, **arguments: object) -> bool:

@@ -25,6 +25,8 @@ FOR_ADAPTERS: Final = (
     "--enable-lora --max-lora-rank RANK --lora-target-modules all --max-loras-per-batch 3 (a base model counts as one) "
     "--enable-metrics"
 )
+BESIDE: Final = "/./../"
+"""In the path of a delta that was loaded: what stands before it is the checkpoint of all of its weights."""
 _FLUSH_REFUSED: Final = (0, 5, 22)
 """Below this version a scheduler dies of a load whose flush is refused. Nothing else tells them apart from outside."""
 _TOGETHER: Final[Mapping[str, tuple[str, ...]]] = {
@@ -58,7 +60,7 @@ def read_launch(info: Mapping[str, object], methods: Methods) -> SGLangLaunch:
     return SGLangLaunch(
         version=text_at(info, "version") or "of unknown version",
         instance=hashlib.sha256(marks.encode()).hexdigest()[:16],
-        model=text_at(info, "model_path"),
+        model=(text_at(info, "model_path") or "").partition(BESIDE)[0] or None,
         load_format=text_at(info, "load_format"),
         device=text_at(info, "device"),
         precision=f"{info.get('dtype')} {info.get('quantization')}",

@@ -25,7 +25,7 @@ from schemas.safetensors.manifest import content_differs
 from schemas.safetensors.paths import resolve_below
 from schemas.safetensors.reading import read_tensors
 from workers.engines.adapter_files import checked_adapter
-from workers.engines.checkpoint import SourceChecker
+from workers.engines.checkpoint import SourceChecker, Taken
 from workers.engines.observed import LoRALimits
 from workers.engines.tiny import server
 from workers.traces.node import collect_traces, require_writable
@@ -179,9 +179,9 @@ class TinyEngine:
             case events.CheckSource():
                 self._directory(call)
             case events.Load():
-                tensors, content = self._read(call)
+                tensors, content, took = self._read(scheduler, call)
                 scheduler.run(scheduler.load, call.version, tensors, call.label, content)
-                return events.Returned(digest=content)
+                return events.Returned(digest=content, took=took)
             case events.Restore():
                 self._restore(scheduler)
             case events.Pause():
@@ -204,28 +204,31 @@ class TinyEngine:
                 assert_never(call)
         return events.Returned()
 
-    def _directory(self, call: events.CheckSource | events.Load) -> Path:
+    def _directory(self, call: events.CheckSource | events.Load) -> Taken:
         if not isinstance(call.source, Checkpoint):
             raise CheckpointError("the tiny engine loads checkpoints, and receives no broadcast. Nothing was loaded.")
         return self._sources.checked_directory(call.source, call.manifest, None)
 
-    def _read(self, call: events.Load) -> "tuple[dict[str, Tensor], str | None]":
-        """Read a checkpoint. Returns its tensors, and their content digest if one is announced or always computed.
+    def _read(self, scheduler: "Scheduler", call: events.Load) -> "tuple[dict[str, Tensor], str | None, str]":
+        """Read a checkpoint. Returns its tensors, their content digest if one is announced or always computed, and what
+        was taken. A delta is read over a copy of the weights that are held, and the digest is of them all.
 
         Raises:
             CheckpointError: The model can't load every byte of it.
         """
-        from workers.engines.tiny.model import empty, memory_of
+        from workers.engines.tiny.model import digest, empty, memory_of
 
-        directory, manifest = self._directory(call), call.manifest
-        tensors = empty(self._layout)
+        taken, manifest = self._directory(call), call.manifest
+        tensors = scheduler.run(scheduler.copied) if taken.delta is not None else empty(self._layout)
         memory = {name: memory_of(tensor) for name, tensor in tensors.items()}
         content = manifest.content if manifest is not None else None
         digested = content is not None or self._digests == "always"
-        found = read_tensors(find_tensors(directory), memory, content=digested)
+        found = read_tensors(find_tensors(taken.directory), memory, content=digested and taken.delta is None)
+        if taken.delta is not None and digested:
+            found = digest(tensors)
         if manifest is not None and found is not None and content not in (None, found):
-            raise content_differs(directory, found, manifest)
-        return tensors, found
+            raise content_differs(taken.directory, found, manifest)
+        return tensors, found, taken.took
 
     def _adapter(
         self, scheduler: "Scheduler", call: events.CheckAdapter | events.LoadAdapter | events.UnloadAdapter

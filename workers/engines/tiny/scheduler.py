@@ -200,7 +200,7 @@ class Scheduler:
         if again := tags & self._asleep:
             raise RefusedError(f"sleep was refused: {_list(again)} is asleep already. Nothing was released.")
         if "weights" in tags:
-            self._backup = {name: tensor.to("cpu", copy=True) for name, tensor in weights(self.model).items()}
+            self._backup = self.copied()
             for parameter in self.model.parameters():
                 parameter.data = torch.empty(0)
         if "kv_cache" in tags:
@@ -223,6 +223,11 @@ class Scheduler:
         for name, parameter in self.model.named_parameters():
             parameter.data = tensors[name].to(self._device)
         self._change(version=version, label=label or str(version), digest=content)
+
+    def copied(self) -> dict[str, Tensor]:
+        """Return a copy of the weights, for a load that changes some of them."""
+        self._require_loadable()
+        return {name: tensor.to("cpu", copy=True) for name, tensor in weights(self.model).items()}
 
     def load_adapter(self, model: str, path: str, deltas: Mapping[str, Tensor]) -> None:
         """Take an adapter under a name that it has for no other."""

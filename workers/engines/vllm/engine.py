@@ -53,7 +53,8 @@ restarted needs it to tell whose they are."""
 class VLLMEngine(AttachedEngine[VLLMLaunch]):
     """One vLLM engine, seen from one node of its replica. A headless node (node rank above 0) has no client."""
 
-    kind, _loaded_option, _checksums = VLLM, "--max-cpu-loras", ("compute_weight_checksums", "action")
+    kind, _fuses, _loaded_option = VLLM, True, "--max-cpu-loras"
+    _checksums = "compute_weight_checksums", "action"
     _proven: tuple[VLLMLaunch, frozenset[str]] | None = None  # what a pause of this launch was seen to read
 
     async def perform(self, call: events.EngineCall, timeout_s: float) -> events.Returned:
@@ -137,15 +138,17 @@ class VLLMEngine(AttachedEngine[VLLMLaunch]):
         await super()._check_source(launch, call, timeout_s)
 
     async def _load(self, client: EngineClient, launch: VLLMLaunch, call: Load | Restore) -> events.Returned:
+        took = ""
         if isinstance(call, Load) and isinstance(call.source, Broadcast):
             await self._receive(client, launch, call.source, call)
         else:
-            directory = await to_thread.run_sync(self._directory, launch, call)
-            await client.call("collective_rpc", method="reload_weights", kwargs={"weights_path": str(directory)})
+            taken = await to_thread.run_sync(self._directory, launch, call)
+            kwargs, took = {"weights_path": str(taken.directory)}, taken.took
+            await client.call("collective_rpc", method="reload_weights", kwargs=kwargs)
         with begun():
             if "update_weight_version" in launch.methods:
                 await client.call("update_weight_version", new_version=label_after(call))
-            return await self._loaded(client, launch, call)
+            return await self._loaded(client, launch, call, took)
 
     async def _receive(self, client: EngineClient, launch: VLLMLaunch, source: Broadcast, call: Load) -> None:
         """Receive weights over NCCL (vllm/distributed/weight_transfer/nccl_engine.py). Needs GPUs."""
