@@ -231,12 +231,12 @@ class Miles(Slime):
 
 
 class AReaL:
-    """AReaL, 4aef98d8d, with weights by disk.
+    """AReaL, cbff54d64, with weights by disk. For SGLang it pauses twice: what runs is aborted, then nothing may start.
 
     `areal/engine/fsdp_engine.py` (`_update_weights_from_disk`: the pause comes before the files are written),
     `areal/infra/remote_inf_engine.py` (`pause_generation`, `_update_weights_from_disk`, `clear_checkpoint_after_load`),
     `areal/infra/utils/http.py` (`arequest_with_retry`: any error is tried again, a 4xx too, three times in all), and
-    the routes of `areal/engine/sglang_remote.py` or `vllm_remote.py`.
+    the routes of `areal/engine/sglang_remote.py` (`get_pause_requests`) or `vllm_remote.py`.
     """
 
     def __init__(self, addresses: Sequence[str], *, vllm: bool = False) -> None:
@@ -251,7 +251,7 @@ class AReaL:
                 assert response.status_code == 200, response.text
 
     async def update_weights(self, directory: Path, save: Callable[[], object]) -> None:
-        await self._all(f"/{self._prefix}pause_generation", {})
+        await self._pause()
         save()
         if self._vllm:
             await self._all("/areal_update_weights", {"model_path": str(directory)})
@@ -263,7 +263,7 @@ class AReaL:
 
     async def update_adapter(self, name: str, version: int, directory: Path, save: Callable[[], object]) -> None:
         """1.0.4: `build_disk_weight_update_requests`; of SGLang's, the unload of an old version is at best effort."""
-        await self._all(f"/{self._prefix}pause_generation", {})
+        await self._pause()
         save()
         body = {"lora_name": f"{name}-v{version}", "lora_path": str(directory)}
         await self._all("/v1/load_lora_adapter" if self._vllm else "/load_lora_adapter", body)
@@ -272,6 +272,11 @@ class AReaL:
                 await self._all("/unload_lora_adapter", {"lora_name": f"{name}-v{version - 2}"})
         rmtree(directory, ignore_errors=True)
         await self._all(f"/{self._prefix}continue_generation", {})
+
+    async def _pause(self) -> None:
+        await self._all(f"/{self._prefix}pause_generation", {})
+        if not self._vllm:
+            await self._all("/pause_generation", {"mode": "in_place"})
 
     async def _all(self, endpoint: str, body: object) -> None:
         async with httpx.AsyncClient(timeout=3600, verify=False) as client:

@@ -311,6 +311,23 @@ async def test_a_pause_is_acknowledged_and_its_mode_is_that_of_the_sync(tmp_path
         assert one.plane.commands == []
 
 
+async def test_of_several_pauses_the_strongest_is_that_of_the_sync_until_a_resume(tmp_path: Path) -> None:
+    """AReaL aborts what runs, and then holds the scheduler: what it aborts must not run on."""
+    async with trainer(tmp_path) as one:
+        for replica in (0, 1):
+            await one.post(replica, PausePost("abort"))
+            await one.post(replica, PausePost("keep"))
+        for weights in (A, B):
+            await one.post(0, weights)
+            await one.post(1, weights)
+            await one.end()
+            await one.post(0, PausePost("wait"))
+            await one.post(0, Plain.RESUME)
+            await one.post(0, PausePost("keep"))
+            await one.post(1, PausePost("wait"))
+        assert one.plane.asked == [("a", "abort"), ("b", "wait")]
+
+
 async def test_a_resume_or_a_flush_without_an_update_is_a_command(tmp_path: Path) -> None:
     async with trainer(tmp_path) as one:
         assert (await one.post(1, Plain.FLUSH))[0][0] == 200

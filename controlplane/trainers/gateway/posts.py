@@ -11,7 +11,8 @@ Rule 3  Posts for other weights meanwhile are refused. If the sync has not begun
 Rule 4  A post that repeats one whose answer never arrived (its sender had gone) gets the answer of that sync. One whose
         answer did arrive is a new request.
 Rule 5  A pause is acknowledged and not performed: the sync pauses by itself, for as long as it takes. So a trainer
-        that ends after its pause leaves no engine paused. Its mode becomes the `in_flight` of the sync.
+        that ends after its pause leaves no engine paused. Its mode becomes the `in_flight` of the sync; of several
+        pauses, that of the strongest (AReaL aborts what runs, and then has SGLang's scheduler stop in place).
 Rule 6  A resume or a flush that belongs to an update is acknowledged, too. Alone, each is a command to that replica.
 Rule 7  Posts about an adapter are a set of their own, beside those of other adapters and of the weights. Rules 1 to 4
         hold for each. A version is synced from a copy, in a directory that no other version ever has.
@@ -52,6 +53,8 @@ DELETE_S: Final = 2.0
 """Between two looks for copies of adapters that no replica needs."""
 LOOK_AGAIN_S: Final = 0.2
 """Between two looks at whether all replicas are known."""
+STRENGTH: Final[tuple[InFlight, ...]] = ("keep", "wait", "abort")
+"""What pauses do to running requests, the strongest last."""
 Answer = tuple[int, str]
 """A status and a message."""
 in_thread = partial(to_thread.run_sync, abandon_on_cancel=True)
@@ -144,7 +147,7 @@ class Posts:
         """
         match meaning:
             case routes.PausePost(mode):
-                self._paused[replica] = mode
+                self._paused[replica] = max(mode, self._paused.get(replica, mode), key=STRENGTH.index)
                 self._synced.discard(replica)
                 return 200, "the next sync pauses"
             case routes.Plain.RESUME:
@@ -268,12 +271,11 @@ class Posts:
         current.end(answer)
 
     async def _sync_weights(self, asked: Asked) -> SyncReport:
-        modes = list(self._paused.values())
         sync = partial(
             self._plane.sync_weights,
             None,
             Checkpoint(asked.path),
-            in_flight=modes[-1] if modes else "abort",
+            in_flight=max(self._paused.values(), key=STRENGTH.index, default="abort"),
             timeout=self._timeout_s,
         )
         report = await self._after_others(sync, asked)
