@@ -226,6 +226,38 @@ def test_a_replica_that_cannot_load_is_quarantined_and_the_trainer_goes_on(
         assert HTTP.post(f"{fleet.urls[1]}/generate", json={}).status_code == 200
 
 
+def test_a_cause_that_passes_is_tried_again_and_one_that_lasts_is_not(
+    tmp_path: Path, servers: list[HttpServer]
+) -> None:
+    """An agent that restarts, while both replicas must load; then a checkpoint of another shape."""
+    with gateway_fleet(tmp_path, engines=[server.url for server in servers], quorum=2, moment_s=0.05) as fleet:
+        body = {"weight_dir": str(fleet.write("step_1", 1))}
+        fleet.stop_agent(1)
+        wait_until(lambda: HTTP.get(f"{fleet.urls[1]}/health").status_code == 503)
+        away = HTTP.post(f"{fleet.urls[0]}/update_weights", json=body)
+        assert away.status_code == 503 and int(away.headers["retry-after"]) > 0 and "1.0: missing (absent" in away.text
+        assert HTTP.get(f"{fleet.urls[1]}/health").headers["retry-after"] == away.headers["retry-after"]
+        fleet.start_agent(1)
+        wait_until(lambda: len(fleet.plane.serving()) == 2)
+        trainer = PrimeRL(fleet.urls)
+        asyncio.run(trainer.update_weights(fleet.folder / "run" / "step_1"))
+        assert fleet.syncs() == [("aborted", ()), ("committed", (0, 1))]
+
+        body = {"weight_dir": str(fleet.write("step_2", 2, hidden=32))}
+        lasts = HTTP.post(f"{fleet.urls[0]}/update_weights", json=body)
+        assert lasts.status_code == 409 and "retry-after" not in lasts.headers and "source_refused" in lasts.text
+
+
+def test_with_a_quorum_of_one_a_fleet_of_two_goes_on_with_the_replica_that_can_load(
+    tmp_path: Path, servers: list[HttpServer]
+) -> None:
+    roots = [tmp_path / "run", tmp_path / "elsewhere"]
+    engines = [server.url for server in servers]
+    with gateway_fleet(tmp_path, engines=engines, roots=roots, quorum=1) as fleet:
+        asyncio.run(PrimeRL(fleet.urls).update_weights(fleet.write("step_1", 1)))
+        assert fleet.syncs() == [("committed", (0,))]
+
+
 def test_a_replica_that_comes_back_after_its_checkpoint_was_removed_waits_for_the_next_update(
     tmp_path: Path, servers: list[HttpServer]
 ) -> None:

@@ -28,13 +28,14 @@ from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from shutil import rmtree
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import anyio
 from anyio import to_thread
 
 from controlplane.bus.callers import PHASES
 from controlplane.machine.adapters import NAMES_MAX, live_versions, needed_paths
+from controlplane.machine.quorum import AWAY
 from controlplane.plane import ControlPlane
 from controlplane.tickets import Ticket
 from controlplane.trainers.gateway import routes
@@ -44,6 +45,7 @@ from schemas.errors import BusError, BusOverloaded, CheckpointError, RolloutctlE
 from schemas.formatting import format_replicas, is_trouble
 from schemas.identity import InFlight, identity_of
 from schemas.logs import logger_of
+from schemas.outcomes import Conclusion, ErrorKind, Failed, Missing
 from schemas.reports import SyncReport
 from schemas.safetensors.reading import file_states
 
@@ -112,11 +114,15 @@ class Posts:
         root: Root of the checkpoints.
         timeout_s: For each phase of a sync.
         moment_s: How long the first update waits for those of the other replicas.
+        quorum: Of each sync, as in `ControlPlane.sync_weights`.
     """
 
-    def __init__(self, plane: ControlPlane, replicas: int, root: Path, timeout_s: float, moment_s: float) -> None:
+    def __init__(
+        self, plane: ControlPlane, replicas: int, root: Path, timeout_s: float, moment_s: float, quorum: int | None
+    ) -> None:
         self._plane, self._replicas, self._root = plane, range(replicas), root
         self._timeout_s, self._moment_s = timeout_s, moment_s
+        self._limits: dict[str, Any] = {"timeout": timeout_s, "quorum": quorum}
         self._current: dict[str, UpdateSet] = {}  # by adapter
         self._ended: dict[str, UpdateSet] = {}  # the newest that has its report, likewise
         self._taken = set[str]()  # copies of adapters whose syncs have not ended
@@ -254,7 +260,7 @@ class Posts:
             await self._replicas_known()
             if asked.path:
                 report = await (self._sync_adapter(asked) if adapter else self._sync_weights(asked))
-                answer = (200 if report.status == "committed" else 409), str(report)
+                answer = status_of_sync(report), str(report)
             else:
                 answer = 200, str(await self._plane.drop_adapter(adapter))
         except RolloutctlError as error:
@@ -276,7 +282,7 @@ class Posts:
             None,
             Checkpoint(asked.path),
             in_flight=max(self._paused.values(), key=STRENGTH.index, default="abort"),
-            timeout=self._timeout_s,
+            **self._limits,
         )
         report = await self._after_others(sync, asked)
         if report.status == "committed":
@@ -290,7 +296,7 @@ class Posts:
         self._taken.add(place)
         try:
             await in_thread(copy_adapter, self._root, asked.path, place)
-            sync = partial(self._plane.sync_adapter, asked.adapter, None, place, timeout=self._timeout_s)
+            sync = partial(self._plane.sync_adapter, asked.adapter, None, place, **self._limits)
             return await self._after_others(sync, asked)
         finally:
             self._taken.discard(place)
@@ -357,3 +363,18 @@ class Posts:
 def status_of(error: RolloutctlError) -> int:
     """Return the status of an error: 409 for what another attempt won't change, 503 for what it may."""
     return 503 if isinstance(error, SyncInProgress | BusOverloaded | BusError) else 409
+
+
+def status_of_sync(report: SyncReport) -> int:
+    """Return the status of a sync that has ended: 503 if all that kept it from a commit passes by itself."""
+    if report.status == "committed":
+        return 200
+    conclusions = [line.conclusion for phase in report.phases for line in phase.outcomes]
+    passes = report.status == "aborted" and all(map(_passes, filter(is_trouble, conclusions)))
+    return 503 if passes else 409
+
+
+def _passes(trouble: Conclusion) -> bool:
+    if isinstance(trouble, Missing):
+        return trouble.reason in AWAY
+    return isinstance(trouble, Failed) and trouble.error in (ErrorKind.ENGINE_NOT_READY, ErrorKind.ENGINE_BUSY)

@@ -42,6 +42,8 @@ REASON_MAX: Final = 600
 """Characters of a message in the status line."""
 MOMENT_S: Final = 2.0
 """How long the first update waits for those of the other replicas."""
+RETRY_AFTER_S: Final = "5"
+"""For what passes by itself, such as an agent that restarts."""
 NO_ENGINE: Final = (
     "{} is for the engine: start agents with `--url`, or the gateway with `--engine URL` for each replica"
 )
@@ -64,6 +66,7 @@ class Gateway:
         insecure: Allow an address that other machines can reach without a token.
         timeout_s: For each phase of a sync.
         moment_s: How long the first update waits for those of the other replicas.
+        quorum: Of each sync, as in `ControlPlane.sync_weights`.
 
     Raises:
         ConfigError: A value is wrong, or other machines could command the engines.
@@ -84,6 +87,7 @@ class Gateway:
         insecure: bool = False,
         timeout_s: float = 300.0,
         moment_s: float = MOMENT_S,
+        quorum: int | None = None,
     ) -> None:
         if engines and len(engines) != replicas:
             raise ConfigError(f"{len(engines)} engines are named, and there are {replicas} replicas: name one for each")
@@ -101,7 +105,7 @@ class Gateway:
         self._roots = tuple(dict.fromkeys((str(self._root), str(self._root.resolve()))))
         self._engines, self._engine_key = [url.rstrip("/") for url in engines], engine_key
         self._token = token
-        self._posts = Posts(plane, replicas, self._root, timeout_s, moment_s)
+        self._posts = Posts(plane, replicas, self._root, timeout_s, moment_s, quorum)
         more = range(1, replicas + 1 if ports else 1)
         self._sockets = _listen(host, [port, *(port + number if port else 0 for number in more)])
         listening.update(sock.getsockname()[1] for sock in self._sockets)  # until the process ends
@@ -363,4 +367,5 @@ def _json(status: int, message: str) -> Response:
     if status == 200:
         return JSONResponse(content)
     reason = " ".join(message.split())[:REASON_MAX].rstrip().encode("ascii", "replace").decode()
-    return JSONResponse({**content, "error": {"message": message, "code": status}}, status, {REASON.decode(): reason})
+    headers = {REASON.decode(): reason} | ({"retry-after": RETRY_AFTER_S} if status == 503 else {})
+    return JSONResponse({**content, "error": {"message": message, "code": status}}, status, headers)
