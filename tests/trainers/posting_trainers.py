@@ -82,6 +82,83 @@ class PrimeRL:
                     raise
 
 
+class DynamoAdmin:
+    """prime-rl's other admin plane, 02e7f45f, `src/prime_rl/inference/dynamo.py`: of engines that a Dynamo has found.
+
+    `discover_dynamo_worker`, `parse_dynamo_worker`, `topology_fingerprint`, `wait_for_ready`,
+    `ensure_topology_current`, `_collective_rpc` and `update_weights` by files. It takes one worker of one rank, and
+    ends if that worker changes.
+    """
+
+    def __init__(self, discovery_url: str, model: str) -> None:
+        self._url, self._model = httpx.URL(discovery_url), model
+        self.pinned: tuple[int, str] | None = None
+
+    async def discover(self) -> tuple[int, str]:
+        path = self._url.path.rstrip("/").removesuffix("/v1")
+        async with httpx.AsyncClient(verify=False) as client:
+            response = await client.get(self._url.copy_with(path=f"{path}/v1/rl/workers"))
+        snapshot = response.raise_for_status().json()
+        assert snapshot["protocol_version"] in (1, None)
+        workers = [worker for worker in snapshot["workers"] if worker.get("model") == self._model]
+        if any(worker.get("error") is not None for worker in workers):
+            raise LookupError("Dynamo worker is not ready")
+        if not workers:
+            raise LookupError("Dynamo returned no bound workers")
+        for worker in workers:
+            if type(worker.get("world_size", 1)) is not int or worker.get("world_size", 1) != 1:
+                raise ValueError("Dynamo RL currently supports exactly one inference rank")
+            admin = httpx.URL(worker["admin_base_url"])
+            if admin.path != "/" or admin.query or admin.userinfo or admin.fragment:
+                raise ValueError("admin_base_url must be an http(s) origin")
+            if admin.host != self._url.host:
+                raise ValueError("Dynamo worker admin host does not match discovery host")
+        if len(workers) != 1:
+            raise ValueError("Dynamo RL currently supports exactly one inference worker")
+        return workers[0]["instance_id"], workers[0]["admin_base_url"]
+
+    async def wait_for_ready(self) -> None:
+        found = await self.discover()
+        assert await self.discover() == found
+        async with httpx.AsyncClient(verify=False, base_url=found[1]) as client:
+            (await client.get("/health")).raise_for_status()
+        self.pinned = found
+
+    async def update_weights(self, weight_dir: Path) -> None:
+        assert self.pinned is not None
+        assert await self.discover() == self.pinned, "Dynamo worker topology changed after initialization"
+        async with httpx.AsyncClient(verify=False, base_url=self.pinned[1], timeout=30) as client:
+            pause = {"mode": "keep", "clear_cache": "false"}
+            (await client.post("/pause", params=pause)).raise_for_status()
+            body = {
+                "method": "update_weights_from_path",
+                "timeout": 720.0,
+                "args": [weight_dir.as_posix()],
+                "kwargs": {},
+            }
+            response = (await client.post("/collective_rpc", json=body)).raise_for_status()
+            if response.json() != {"results": [None]}:
+                raise ValueError("Dynamo worker returned an invalid collective RPC response")
+            (await client.post("/resume")).raise_for_status()
+
+
+class SMG:
+    """smg's own Python client, `smg/rl`, 0bbe7c59: `RL.workers`, `Worker.from_json`. It must have each field here."""
+
+    FIELDS = (
+        *("id", "url", "base_url", "engine", "engine_version", "model_id", "worker_type", "connection_mode"),
+        *("tp_size", "dp_size", "pp_size", "dp_ranks", "role", "health", "weight_version", "labels", "capabilities"),
+    )
+
+    def __init__(self, base_url: str) -> None:
+        self._base_url = base_url.rstrip("/")
+
+    def workers(self) -> list[dict[str, Any]]:
+        response = HTTP.get(f"{self._base_url}/v1/rl/workers", headers={"accept": "application/json"})
+        payload = response.raise_for_status().json()
+        return [{name: worker[name] for name in self.FIELDS} for worker in payload["workers"]]
+
+
 class SkyRL:
     """SkyRL's delta transport, a9564572, `skyrl/backends/skyrl_train`.
 

@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import httpx
 import pytest
 
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
 from tests.trainers.gateway_fleet import GatewayFleet, digest_of, gateway_fleet
-from tests.trainers.posting_trainers import HTTP, AReaL, Miles, PrimeRL, SkyRL, Slime
+from tests.trainers.posting_trainers import HTTP, SMG, AReaL, DynamoAdmin, Miles, PrimeRL, SkyRL, Slime
 from tests.waiting import until, wait_until
 
 MODEL = "policy"
@@ -105,6 +106,86 @@ def test_prime_rl_over_nccl_is_refused_with_what_to_set(fleet: GatewayFleet) -> 
     assert [status for path, status in trainer.attempts if path == "/update_weights"][0] == "400"
     answer = HTTP.post(f"{fleet.urls[0]}/update_weights", json={"weight_dir": None})
     assert "filesystem" in answer.json()["message"] and fleet.syncs() == []
+
+
+# --- what Dynamo and smg serve ----------------------------------------------------------------------------------------
+
+
+def test_prime_rl_finds_its_worker_as_in_a_dynamo_and_moves_the_whole_fleet_by_it(ports: GatewayFleet) -> None:
+    """It takes one worker only, so it is told to look below the URL of one replica. An update is the fleet's anyway."""
+    everywhere, trainer = DynamoAdmin(ports.gateway.url, MODEL), DynamoAdmin(f"{ports.urls[0]}/v1", MODEL)
+    with pytest.raises(ValueError, match="exactly one inference worker"):
+        asyncio.run(everywhere.discover())
+    asyncio.run(trainer.wait_for_ready())
+    assert trainer.pinned == (0, ports.urls[0])
+    for step in (1, 2):
+        asyncio.run(trainer.update_weights(ports.write(f"step_{step}", step)))
+        assert ports.digests() == [digest_of(step)] * 2
+    ports.stop_agent(0)  # its topology is pinned: a worker that left the list for a restart would end the run
+    wait_until(lambda: HTTP.get(f"{ports.urls[0]}/health").status_code == 503)
+    assert asyncio.run(trainer.discover()) == trainer.pinned
+
+
+def test_a_worker_is_not_ready_for_dynamos_clients_before_its_agent_has_joined(
+    tmp_path: Path, servers: list[HttpServer]
+) -> None:
+    with gateway_fleet(tmp_path, joined=1, engines=[servers[0].url] * 2, ports=True) as fleet:
+        trainer = DynamoAdmin(fleet.urls[1], MODEL)
+        with pytest.raises(LookupError, match="not ready"):
+            asyncio.run(trainer.discover())
+        fleet.start_agent(1)
+        wait_until(lambda: HTTP.get(f"{fleet.urls[1]}/health").status_code == 200)
+        asyncio.run(trainer.wait_for_ready())
+
+
+def test_a_server_that_does_not_answer_has_no_model_that_is_known(tmp_path: Path) -> None:
+    with (
+        gateway_fleet(tmp_path, replicas=1, engines=["http://127.0.0.1:9"], ports=True) as fleet,
+        pytest.raises(LookupError, match="no bound workers"),
+    ):
+        asyncio.run(DynamoAdmin(fleet.urls[0], MODEL).discover())
+
+
+def test_dynamos_clients_are_refused_weights_over_nccl_with_what_to_set(ports: GatewayFleet) -> None:
+    body = {"method": "init_broadcaster", "args": ["host", 1, 0, 1, 60, False, "default"]}
+    answer = HTTP.post(f"{ports.urls[0]}/collective_rpc", json=body)
+    assert answer.status_code == 400 and "filesystem" in answer.json()["message"]
+    probe = {"method": "liveness_probe", "timeout": 1.0, "args": [], "kwargs": {}}
+    assert HTTP.post(f"{ports.urls[0]}/collective_rpc", json=probe).json() == {"results": [None]}
+
+
+def test_smgs_client_reads_what_each_worker_is_and_an_epoch_that_grows_with_each_change(
+    tmp_path: Path, servers: list[HttpServer]
+) -> None:
+    with gateway_fleet(tmp_path, engines=[server.url for server in servers]) as fleet:
+        client = SMG(fleet.gateway.url)
+
+        def epoch() -> int:
+            return int(HTTP.get(f"{fleet.gateway.url}/v1/rl/workers").json()["membership_epoch"])
+
+        body = {"model_path": str(fleet.write("w", 1)), "weight_version": "70"}
+        for url in fleet.urls:
+            client_of = f"{url}/update_weights_from_disk"
+            Thread(target=HTTP.post, args=[client_of], kwargs={"json": body}).start()
+        wait_until(lambda: [worker["weight_version"] for worker in client.workers()] == ["70", "70"])
+        first, second = client.workers()
+        assert (first["id"], first["base_url"], first["model_id"]) == ("0", fleet.urls[0], MODEL)
+        assert (first["engine"], first["health"], first["worker_type"]) == ("tiny", "ready", "regular")
+        assert first["capabilities"]["update_from"] == ["disk"] and second["id"] == "1"
+
+        before = epoch()
+        assert epoch() == before
+        fleet.stop_agent(1)
+        wait_until(lambda: client.workers()[1]["health"] == "not_ready")
+        assert client.workers()[1]["weight_version"] is None
+        left = epoch()
+        fleet.start_agent(1)
+        wait_until(lambda: client.workers()[1]["health"] == "ready")
+        assert before < left < epoch()
+        fleet.stop_agent(1)
+        wait_until(lambda: client.workers()[1]["health"] == "not_ready")
+        fleet.plane.retire(1).wait()
+        assert [worker["id"] for worker in client.workers()] == ["0"]
 
 
 # --- SkyRL ------------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ class Plain(Enum):
     VERSION = "which weights does it serve? Their label takes the place of the engine's own number in its answer"
     INFO = "what kind of server is it? Its address is the gateway's: miles compares it with the one that it was given"
     WORKERS = "which base URLs are there?"
+    DISCOVERY = "what kind of worker is this? As Dynamo and smg answer"
 
 
 class UpdatePost(Struct, frozen=True):
@@ -163,11 +164,15 @@ def _transfer(fields: Fields, roots: Sequence[str]) -> Meaning:
     return TransferPost(f"{relative_path(named, roots)}/{LOCAL_WEIGHTS}")
 
 
-def _rpc(fields: Fields, _: Sequence[str]) -> Meaning:
-    method = fields.get("method")
+def _rpc(fields: Fields, roots: Sequence[str]) -> Meaning:
+    """Read a call of the workers: SkyRL's, and those of prime-rl with a Dynamo."""
+    method, args = fields.get("method"), fields.get("args")
+    if method == LOAD and isinstance(args, list) and len(args) == 1:
+        return _update({"weight_dir": args[0]}, roots)
     if not isinstance(method, str) or method not in UPDATE_PARTS:
-        raise ValueError(f"the method is {shown(method)}; only {' and '.join(sorted(UPDATE_PARTS))} are allowed, which "
-                         "a sync does by itself. Set SkyRL's weight_sync_backend=delta")  # fmt: skip
+        raise ValueError(f"the method is {shown(method)}; only {LOAD} with a path is allowed, and what a sync does by "
+                         f"itself: {', '.join(sorted(UPDATE_PARTS))}. Set SkyRL's weight_sync_backend=delta, or "
+                         'prime-rl\'s weight_broadcast type to "filesystem"')  # fmt: skip
     return Plain.PART
 
 
@@ -227,7 +232,9 @@ _ADAPTER_IN_MEMORY: Final = (
     "trainer write it to a disk: docs/lora.md says which can (SkyRL by its lora.sync_mode=disk, AReaL by "
     "weight_update_mode=disk)"
 )
-UPDATE_PARTS: Final = frozenset({"skyrl_start_weight_update", "skyrl_finish_weight_update"})
+UPDATE_PARTS: Final = frozenset({"skyrl_start_weight_update", "skyrl_finish_weight_update", "liveness_probe"})
+LOAD: Final = "update_weights_from_path"
+"""prime-rl's method of vLLM's workers."""
 
 CONTROL: Final[Mapping[tuple[str, str], Reader | Plain]] = {
     **dict.fromkeys(_routes("POST /pause /pause_generation /areal_pause_generation"), _pause),
@@ -246,6 +253,7 @@ CONTROL: Final[Mapping[tuple[str, str], Reader | Plain]] = {
     **dict.fromkeys(_routes("GET /get_weight_version /model_info /get_model_info"), Plain.VERSION),
     **dict.fromkeys(_routes("GET /server_info /get_server_info"), Plain.INFO),
     **dict.fromkeys(_routes("GET /workers"), Plain.WORKERS),
+    **dict.fromkeys(_routes("GET /v1/rl/workers"), Plain.DISCOVERY),
 }
 """Answered here, by commands and by what the bus knows."""
 

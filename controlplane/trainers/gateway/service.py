@@ -7,6 +7,7 @@
 import secrets
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -21,9 +22,10 @@ from starlette.routing import Route
 
 from controlplane.bus.binding import warn_in_red
 from controlplane.plane import ControlPlane
-from controlplane.trainers.gateway import routes
+from controlplane.trainers.gateway import discovery, routes
 from controlplane.trainers.gateway.adapters import replica_that_holds, with_engine_names
 from controlplane.trainers.gateway.connections import REASON, BoundedServer, connections_within_limit
+from controlplane.trainers.gateway.discovery import Membership, worker_row, world_size
 from controlplane.trainers.gateway.passing import ProxyResponse
 from controlplane.trainers.gateway.posts import Posts, status_of
 from schemas.errors import AddressInUse, ConfigError, RolloutctlError
@@ -42,6 +44,8 @@ REASON_MAX: Final = 600
 """Characters of a message in the status line."""
 MOMENT_S: Final = 2.0
 """How long the first update waits for those of the other replicas."""
+MODEL_S: Final = 5.0
+"""Time for a server to name its model."""
 RETRY_AFTER_S: Final = "5"
 """For what passes by itself, such as an agent that restarts."""
 NO_ENGINE: Final = (
@@ -117,6 +121,8 @@ class Gateway:
                 f"INSECURE: every program that can reach {self.url} can command the engines and load weights "
                 "into them. Give a token file instead of --insecure"
             )
+        self._models: dict[str, str] = {}  # by the URL of the engine
+        self._membership = Membership()
         self._http: httpx.AsyncClient
 
     # --- addresses ----------------------------------------------------------------------------------------------------
@@ -180,7 +186,10 @@ class Gateway:
         if "content-length" in request.headers and "transfer-encoding" in request.headers:
             return _json(400, "a request has Content-Length or Transfer-Encoding, and not both")
         try:
-            return await self._of_place(request, *self._place(request))
+            replica, path = self._place(request)
+            if replica is None:
+                return await self._of_gateway(request, path)
+            return await self._of_replica(request, replica, path)
         except RolloutctlError as error:  # the bus has ended
             return _json(status_of(error), str(error))
         except ClientDisconnect:
@@ -189,12 +198,17 @@ class Gateway:
             logger.exception("a request could not be answered")
             return _json(500, f"the gateway has failed, see its log: {type(error).__name__}")
 
-    async def _of_place(self, request: Request, replica: int | None, path: str) -> Response:
-        if replica is None:
-            if (request.method, path) == ("GET", "/workers"):
+    async def _of_gateway(self, request: Request, path: str) -> Response:
+        match request.method, path:
+            case "GET", "/workers":
                 return self._workers(request)
-            known = f"/workers, and the routes of an engine below {' '.join(self.base_urls(request.url.hostname))}"
-            return _json(400, f"{request.method} {path} is refused: it is about no replica. There are {known}")
+            case "GET", "/v1/rl/workers":
+                return await self._discovery(request, range(self._replicas))
+        below = " ".join(self.base_urls(request.url.hostname))
+        known = f"/workers, /v1/rl/workers, and the routes of an engine below {below}"
+        return _json(400, f"{request.method} {path} is refused: it is about no replica. There are {known}")
+
+    async def _of_replica(self, request: Request, replica: int, path: str) -> Response:
         passed = routes.is_passed(request.method, path)
         try:
             if passed is not None:
@@ -210,6 +224,8 @@ class Gateway:
                 return _json(400, message)
             case routes.Plain.WORKERS:
                 return self._workers(request)
+            case routes.Plain.DISCOVERY:
+                return await self._discovery(request, [replica])
             case routes.Plain.HEALTH:
                 if reason := self._plane.view().unfit(replica):
                     return _json(503, f"replica {replica} does not serve: {reason}")
@@ -225,7 +241,13 @@ class Gateway:
                 self._posts.note_transfer(meaning)
                 return self._pass_on(request, replica, path, body=body)
             case _:
-                return _json(*await self._posts.answer(replica, meaning, request.is_disconnected))
+                return await self._post(request, replica, path, meaning)
+
+    async def _post(self, request: Request, replica: int, path: str, meaning: routes.Meaning) -> Response:
+        status, message = await self._posts.answer(replica, meaning, request.is_disconnected)
+        if status == 200 and path == "/collective_rpc":  # prime-rl compares the whole answer
+            return JSONResponse({"results": [None] * (world_size(self._plane.view(), replica) or 1)})
+        return _json(status, message)
 
     def _workers(self, request: Request) -> Response:
         """The base URLs of the replicas that may get requests."""
@@ -233,6 +255,29 @@ class Gateway:
         return JSONResponse(
             {"workers": [{"url": url} for replica, url in urls if not self._plane.view().unfit(replica)]}
         )
+
+    async def _discovery(self, request: Request, replicas: Sequence[int]) -> Response:
+        async with anyio.create_task_group() as tasks:
+            for replica in replicas:
+                if self._engine(replica) not in self._models:
+                    tasks.start_soon(self._find_model, replica)
+        view, urls = self._plane.view(), self.base_urls(request.url.hostname)
+        self._membership = self._membership.now(view)
+        rows = [
+            worker_row(view, replica, urls[replica], self._models.get(self._engine(replica)), self._version(replica))
+            for replica in replicas
+            if f"{replica}.0" not in view.state.retired
+        ]
+        head = {"protocol_version": discovery.VERSION, "namespace": discovery.NAMESPACE}
+        return JSONResponse({**head, "workers": rows, "total": len(rows), "membership_epoch": self._membership.epoch})
+
+    async def _find_model(self, replica: int) -> None:
+        """Learn the name that its server has for its model. It is kept, for when the server is down."""
+        key, engine = self._engine_key, self._engine(replica)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        with suppress(httpx.HTTPError, ValueError, TypeError, LookupError):
+            found = await self._http.get(f"{engine}/v1/models", headers=headers, timeout=MODEL_S)
+            self._models[engine] = str(found.json()["data"][0]["id"])
 
     # --- the engine's own answers -------------------------------------------------------------------------------------
 
@@ -275,11 +320,14 @@ class Gateway:
 
         SGLang 0.5.23 has no `/get_weight_version` any more, so it is not asked for it.
         """
-        serving, label = self._plane.serving().get(replica), self._posts.label_of(replica)
-        known: dict[str, object] = {"weight_version": label} if label else {}
-        if not self._engine(replica) or (known and path == "/get_weight_version"):
-            return JSONResponse({"weight_version": "unknown" if serving is None else str(serving), **known})
-        return await self._answer_with(request, replica, path, known)
+        label = self._posts.label_of(replica)
+        if not self._engine(replica) or (label and path == "/get_weight_version"):
+            return JSONResponse({"weight_version": self._version(replica)})
+        return await self._answer_with(request, replica, path, {"weight_version": label} if label else {})
+
+    def _version(self, replica: int) -> str:
+        """The trainer's label of the weights that a replica serves, else the number of the run."""
+        return self._posts.label_of(replica) or str(self._plane.serving().get(replica, "unknown"))
 
     async def _answer_with(self, request: Request, replica: int, path: str, known: dict[str, object]) -> Response:
         """The engine's answer with what is known better here."""
