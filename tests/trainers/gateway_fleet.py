@@ -20,7 +20,7 @@ from schemas.commands import AdapterSync, EpochStart, WeightSync
 from schemas.config import AgentConfig, BusConfig
 from schemas.events import EngineCall, Load, LoadAdapter, Observation, Returned
 from schemas.formatting import describe
-from schemas.identity import Identity
+from schemas.identity import Digests, Identity
 from schemas.reports import Report, SyncReport
 from workers.agent import Agent
 from workers.engines.tiny.engine import TinyEngine
@@ -164,6 +164,7 @@ def gateway_fleet(
     engines: Sequence[str] = (),
     roots: Sequence[Path] = (),
     endpoints: Sequence[str] = (),
+    digests: Digests = "announced",
     **options: Any,
 ) -> Iterator[GatewayFleet]:
     """A bus, agents, tiny engines and a gateway; the log is verified at the end.
@@ -174,6 +175,7 @@ def gateway_fleet(
         engines: HTTP servers that requests are passed on to.
         roots: Root of the checkpoints of each replica, where it is not the trainer's.
         endpoints: Where the agent of each replica says that its server is.
+        digests: After which loads engines compute them.
         options: Of the gateway.
     """
     joined = replicas if joined is None else joined
@@ -185,6 +187,7 @@ def gateway_fleet(
             traces=folder / "traces",
             serve=f"ipc://{folder}/front-{n}",
             seed=100 + n,
+            digests=digests,
         )
         for n, place in enumerate(places)
     ]

@@ -169,7 +169,7 @@ class SkyRL:
     """
 
     def __init__(self, urls: Sequence[str], local_checkpoint_dir: Path) -> None:
-        self._urls, self._local = urls, local_checkpoint_dir
+        self.urls, self._local = urls, local_checkpoint_dir
         self.world_sizes: list[int] = []
 
     async def init_weight_update_communicator(self) -> None:
@@ -211,7 +211,7 @@ class SkyRL:
         self, endpoint: str, body: object = None, method: str = "POST", params: dict[str, str] | None = None
     ) -> list[Any]:
         async with httpx.AsyncClient(timeout=None, verify=False) as client:
-            calls = [client.request(method, f"{url}{endpoint}", json=body, params=params) for url in self._urls]
+            calls = [client.request(method, f"{url}{endpoint}", json=body, params=params) for url in self.urls]
             answers = []
             for response in await asyncio.gather(*calls):
                 answers.append(response.json() if int(response.headers.get("content-length", 0)) else None)

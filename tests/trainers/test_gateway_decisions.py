@@ -29,6 +29,7 @@ from controlplane.trainers.gateway.routes import (
     read_request,
 )
 from schemas.commands import Checkpoint, EngineCommand, WeightSync
+from schemas.desired import Desired
 from schemas.errors import CheckpointError
 from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing
 from schemas.reports import AgentOutcome, Report, SyncReport
@@ -173,7 +174,9 @@ class Plane:
     def view(self) -> Any:
         joined = {f"{replica}.0": SimpleNamespace(joined=True) for replica in range(3)}
         return SimpleNamespace(
-            state=SimpleNamespace(members=joined, retired={}, adapters={}, syncs={}, run="run"),
+            state=SimpleNamespace(
+                members=joined, retired={}, adapters={}, syncs={}, run="run", default_desired=Desired()
+            ),
             has_committed=self.has_committed,
         )
 

@@ -9,8 +9,9 @@ from threading import Thread
 import httpx
 import pytest
 
+from controlplane.trainers.gateway.service import Gateway
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
-from tests.trainers.gateway_fleet import GatewayFleet, digest_of, gateway_fleet
+from tests.trainers.gateway_fleet import GatewayFleet, digest_of, gateway_fleet, on_a_thread
 from tests.trainers.posting_trainers import HTTP, SMG, AReaL, DynamoAdmin, Miles, PrimeRL, SkyRL, Slime
 from tests.waiting import until, wait_until
 
@@ -210,6 +211,35 @@ def test_skyrl_fetches_deltas_on_its_engines_and_loads_them_by_a_sync(
     assert trainer.world_sizes == [1, 1]
 
 
+def test_a_restarted_gateway_goes_on_with_skyrls_delta_from_the_log(
+    fleet: GatewayFleet, servers: list[HttpServer]
+) -> None:
+    trainer = SkyRL(fleet.urls, fleet.folder / "run" / "local")
+    asyncio.run(trainer.init_weight_update_communicator())
+    fleet.write("local/weights", 1)
+    asyncio.run(trainer.send(1, "s3://bucket/run"))
+    engines = [server.url for server in servers]
+    again = Gateway(fleet.plane, replicas=2, checkpoints=fleet.folder / "run", engines=engines)
+    with on_a_thread(again.serve):
+        trainer.urls = again.base_urls()
+        fleet.write("local/weights", 2)
+        asyncio.run(trainer.send(2, "s3://bucket/run"))
+    assert fleet.syncs() == [("committed", (0, 1))] * 2 and fleet.digests() == [digest_of(2)] * 2
+
+
+def test_skyrls_client_finds_what_its_own_servers_answer(fleet: GatewayFleet, servers: list[HttpServer]) -> None:
+    """`tests/…/test_remote_inference_client.py`: the bodies that its control plane and its proxy are checked by."""
+    for url in fleet.urls:
+        paused = HTTP.post(f"{url}/pause", params={"mode": "keep", "clear_cache": "false"}).json()
+        assert (paused["status"], paused["mode"], paused["clear_cache"]) == ("paused", "keep", "false")
+        reset = HTTP.post(f"{url}/reset_prefix_cache", json={"reset_running_requests": True}).json()
+        assert (reset["status"], reset["body"]) == ("cache_reset", {"reset_running_requests": True})
+        assert HTTP.post(f"{url}/resume").json()["status"] == "resumed"
+    for path in ("/v1/chat/completions/render", "/finish_session"):
+        HTTP.post(f"{fleet.urls[1]}{path}", json={})
+        assert servers[1].requests[-1].path == path
+
+
 def test_skyrl_over_nccl_is_refused_before_it_begins(fleet: GatewayFleet, servers: list[HttpServer]) -> None:
     init = {"init_info": {"master_address": "127.0.0.1", "master_port": 5000, "rank_offset": 1, "world_size": 3}}
     answer = HTTP.post(f"{fleet.urls[0]}/init_weight_transfer_engine", json=init)
@@ -255,6 +285,50 @@ def test_miles_pulls_on_its_engines_and_loads_the_local_checkpoint(
         trainer.reload(ports.folder / "deltas", str(version))
         assert ports.digests() == [digest_of(version)] * 2
     assert [request.path for request in servers[0].requests].count("/pull_weights") == 2
+
+
+def test_the_weights_checker_compares_what_engines_are_proven_to_hold(
+    tmp_path: Path, servers: list[HttpServer]
+) -> None:
+    """`--check-weight-update-equal` of slime and miles: the first update must bring what was launched."""
+    engines = [server.url for server in servers]
+
+    def check(fleet: GatewayFleet, action: str) -> httpx.Response:
+        return HTTP.post(f"{fleet.urls[0]}/weights_checker", json={"action": action})
+
+    with gateway_fleet(tmp_path, engines=engines, ports=True, digests="always") as fleet:
+        trainer = Slime(fleet.addresses)
+        assert check(fleet, "compare").status_code == 409  # with nothing
+        assert check(fleet, "snapshot").json()["success"] and check(fleet, "reset_tensors").json()["success"]
+        assert fleet.digests()[0] == digest_of(100)  # as it was launched: nothing was reset
+        trainer.reload(fleet.write("weight_v000001", 100), "1")
+        assert (same := check(fleet, "compare")).json()["success"], same.text
+        trainer.reload(fleet.write("weight_v000002", 2), "2")
+        other = check(fleet, "compare")
+        assert other.status_code == 409 and digest_of(2)[:12] in other.text and digest_of(100)[:12] in other.text
+        assert check(fleet, "checksum").status_code == 400
+        fleet.stop_agent(0)
+        wait_until(lambda: check(fleet, "compare").status_code == 503)
+
+
+def test_without_digests_the_weights_checker_says_that_it_does_not_know(ports: GatewayFleet) -> None:
+    Slime(ports.addresses).reload(ports.write("weight_v000001", 1), "1")
+    for action in ("snapshot", "compare"):
+        answer = HTTP.post(f"{ports.urls[0]}/weights_checker", json={"action": action})
+    assert answer.status_code == 409 and "--digests always" in answer.text
+
+
+def test_a_version_that_is_named_after_the_load_is_that_of_the_proven_weights(ports: GatewayFleet) -> None:
+    """miles, `update_weight_version`."""
+    body = {"new_version": "7", "abort_all_requests": False}
+    assert HTTP.post(f"{ports.urls[0]}/update_weight_version", json=body).json()["success"]
+    versions = [HTTP.get(f"{url}/get_weight_version").json() for url in ports.urls]
+    assert versions == [{"weight_version": "7"}] * 2  # of the weights of the launch
+    Slime(ports.addresses, ci_test=True).reload(ports.write("weight_v000008", 1), "8")
+    assert HTTP.get(f"{ports.urls[0]}/model_info").json()["weight_version"] == "8"
+    ports.stop_agent(0)
+    wait_until(lambda: HTTP.post(f"{ports.urls[0]}/update_weight_version", json=body).status_code == 503)
+    assert HTTP.get(f"{ports.urls[1]}/get_weight_version").json() == {"weight_version": "8"}
 
 
 # --- AReaL ------------------------------------------------------------------------------------------------------------

@@ -40,12 +40,12 @@ from controlplane.plane import ControlPlane
 from controlplane.tickets import Ticket
 from controlplane.trainers.gateway import routes
 from controlplane.trainers.gateway.adapters import FOLDER, adapter_of, copy_adapter, label_of
-from schemas.commands import Checkpoint, EngineCommand
+from schemas.commands import Checkpoint, EngineCommand, durable_source
 from schemas.errors import BusError, BusOverloaded, CheckpointError, RolloutctlError, SyncInProgress
 from schemas.formatting import format_replicas, is_trouble
 from schemas.identity import InFlight, identity_of
 from schemas.logs import logger_of
-from schemas.outcomes import Conclusion, ErrorKind, Failed, Missing
+from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing
 from schemas.reports import SyncReport
 from schemas.safetensors.reading import file_states
 
@@ -129,7 +129,9 @@ class Posts:
         self._paused: dict[int, InFlight] = {}  # replicas that the trainer paused since the last sync, and how
         self._synced = set[int]()  # replicas that were in a sync since the trainer last paused them
         self._local = ""  # SkyRL's local checkpoint, once it is known
-        self._label, self._committed = "", 0  # of the weights committed last
+        self._label, self._labelled = "", -1  # of the weights named last, and their version
+        self._digests: dict[int, str] = {}  # of what replicas loaded for the newest commit
+        self._snapshots: dict[int, str] = {}  # likewise, when the trainer last asked for a snapshot
         self._tasks: anyio.abc.TaskGroup
 
     async def serve(self) -> None:
@@ -177,6 +179,8 @@ class Posts:
                     return self._unload_version(name, label)
                 asked = await self._asked(path, label, name) if path else Asked(path, label, name)
                 return await self._update(replica, asked, is_disconnected)
+            case routes.VersionPost() | routes.CheckPost():
+                return self._of_proven(replica, meaning)
             case _:
                 raise TypeError(f"{meaning} is not answered here")
 
@@ -186,8 +190,32 @@ class Posts:
 
     def label_of(self, replica: int) -> str:
         """Return the trainer's label of the weights that the replica serves; empty if they have none."""
-        serves_newest = self._committed and self._plane.serving().get(replica) == self._committed
-        return self._label if serves_newest else ""
+        return self._label if self._plane.serving().get(replica) == self._labelled else ""
+
+    def _of_proven(self, replica: int, meaning: routes.VersionPost | routes.CheckPost) -> Answer:
+        view = self._plane.view()
+        version = view.serving.get(replica)
+        if version is None:
+            return 503, f"replica {replica} is not proven to serve: {view.unfit(replica) or 'it is paused'}"
+        if isinstance(meaning, routes.VersionPost):
+            self._label, self._labelled = meaning.label, version
+            return 200, f"{meaning.label} is v{version} of the run"
+        if meaning.action == "reset_tensors":
+            return 200, "nothing was reset: engines serve on, and each load is proven by what they hold afterwards"
+        status = view.state.members[f"{replica}.0"].status
+        launched = status.digest if status is not None and status.version == version else None
+        digest = self._digests.get(replica) or launched or ""
+        if meaning.action == "snapshot":
+            self._snapshots[replica] = digest
+            return 200, f"replica {replica} holds v{version}"
+        digests = [found.rpartition(":")[2][:12] for found in (digest, self._snapshots.get(replica, ""))]
+        if not all(digests):
+            return (
+                409,
+                f"what replica {replica} holds is not known byte for byte: start its agent with --digests always",
+            )
+        equal = digest == self._snapshots[replica]
+        return 200 if equal else 409, f"replica {replica} holds {digests[0]}, and held {digests[1]} at the snapshot"
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
@@ -200,18 +228,24 @@ class Posts:
         return Asked(path, label, adapter, str(found))
 
     async def _delta(self, replica: int, label: str, is_disconnected: IsDisconnected) -> Answer:
-        local = self._local
+        local = self._local or self._committed_local()
         if not local:
             return 409, (
-                "this gateway has not seen /init_weight_transfer_engine, which names the local checkpoint: it was "
-                "started after the trainer. Start the trainer again"
+                "this gateway has not seen /init_weight_transfer_engine, which names the local checkpoint, and the log "
+                "has no update from one: it was started after the trainer. Start the trainer again"
             )
         written = await in_thread((self._root / local).exists)
         if not written and not self._plane.view().has_committed:  # what was launched is what is wanted
-            self._synced, self._label = set(self._replicas), label
+            self._synced, self._label, self._labelled = set(self._replicas), label, 0
             self._paused.clear()
             return 200, "no weight has changed since the engines were launched"
         return await self._update(replica, await self._asked(local, label), is_disconnected)
+
+    def _committed_local(self) -> str:
+        """SkyRL's local checkpoint, if the newest commit was from it."""
+        committed = self._plane.view().state.default_desired.committed
+        source = None if committed is None else durable_source(committed.source)
+        return source.path if source is not None and source.path.endswith(f"/{routes.LOCAL_WEIGHTS}") else ""
 
     async def _update(self, replica: int, asked: Asked, is_disconnected: IsDisconnected) -> Answer:
         current, ended = self._current.get(asked.adapter), self._ended.get(asked.adapter)
@@ -286,7 +320,13 @@ class Posts:
         )
         report = await self._after_others(sync, asked)
         if report.status == "committed":
-            self._committed, self._label = report.version, asked.label
+            self._labelled, self._label = report.version, asked.label
+            lines = [(line.agent, line.conclusion) for phase in report.phases for line in phase.outcomes]
+            self._digests = {
+                identity_of(agent).replica: acted.digest
+                for agent, acted in lines
+                if isinstance(acted, Acted) and acted.version == report.version and acted.digest
+            }
         return report
 
     # --- adapters -----------------------------------------------------------------------------------------------------

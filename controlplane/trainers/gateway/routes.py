@@ -75,13 +75,27 @@ class AdapterPost(Struct, frozen=True):
     path: str = ""
 
 
+class VersionPost(Struct, frozen=True):
+    """Name the weights that are served (miles)."""
+
+    label: str
+
+
+class CheckPost(Struct, frozen=True):
+    """Compare the weights with those at the snapshot (slime and miles)."""
+
+    action: Literal["snapshot", "reset_tensors", "compare"]
+
+
 class RefusedPost(Struct, frozen=True):
     """Nothing is done."""
 
     message: str
 
 
-Meaning = Plain | PausePost | UpdatePost | DeltaPost | TransferPost | AdapterPost | RefusedPost
+Meaning = (
+    Plain | PausePost | UpdatePost | DeltaPost | TransferPost | AdapterPost | VersionPost | CheckPost | RefusedPost
+)
 
 Reader = Callable[[Fields, Sequence[str]], Meaning]
 """Reads the fields of a request, those of its query and of its JSON body. Raises ValueError with what is wrong."""
@@ -148,11 +162,28 @@ def _from_disk(fields: Fields, roots: Sequence[str]) -> Meaning:
         raise ValueError("no model_path or weight_dir names a checkpoint")
     if fields.get("load_format") not in (None, "auto"):
         raise ValueError(f"load_format is {shown(fields['load_format'])}, and a sync loads safetensors as they are")
-    given = fields.get("weight_version", "")
+    return UpdatePost(relative_path(named, roots), _label(fields, "weight_version"))
+
+
+def _label(fields: Fields, name: str) -> str:
+    given = fields.get(name, "")
     label = given if isinstance(given, str) else "" if given is None else shown(given)
     if len(label) > LABEL_MAX or not label.isprintable():
-        raise ValueError(f"weight_version is {shown(given)}, and may be one line of {LABEL_MAX} characters")
-    return UpdatePost(relative_path(named, roots), label)
+        raise ValueError(f"{name} is {shown(given)}, and may be one line of {LABEL_MAX} characters")
+    return label
+
+
+def _version(fields: Fields, _: Sequence[str]) -> Meaning:
+    return VersionPost(_label(fields, "new_version"))
+
+
+def _check(fields: Fields, _: Sequence[str]) -> Meaning:
+    match fields.get("action"):
+        case "snapshot" | "reset_tensors" | "compare" as action:
+            return CheckPost(action)
+        case other:
+            raise ValueError(f"the action is {shown(other)}, and must be snapshot, reset_tensors or compare: no agent "
+                             "has a checksum for each tensor")  # fmt: skip
 
 
 def _transfer(fields: Fields, roots: Sequence[str]) -> Meaning:
@@ -245,6 +276,8 @@ CONTROL: Final[Mapping[tuple[str, str], Reader | Plain]] = {
     **dict.fromkeys(_routes("POST /update_weights_from_disk /areal_update_weights"), _from_disk),
     **dict.fromkeys(_routes("POST /init_weight_transfer_engine"), _transfer),
     **dict.fromkeys(_routes("POST /collective_rpc"), _rpc),
+    **dict.fromkeys(_routes("POST /update_weight_version"), _version),
+    **dict.fromkeys(_routes("POST /weights_checker"), _check),
     **dict.fromkeys(
         _routes("POST /load_lora_adapter /v1/load_lora_adapter /skyrl/v1/load_lora_adapter"), _load_adapter
     ),
@@ -257,11 +290,14 @@ CONTROL: Final[Mapping[tuple[str, str], Reader | Plain]] = {
 }
 """Answered here, by commands and by what the bus knows."""
 
+DONE: Final = {"/pause": "paused", "/resume": "resumed", "/reset_prefix_cache": "cache_reset"}
+"""What SkyRL looks for in the `status` of an answer, beside what it sent."""
+
 GENERATION: Final = _routes(
     "POST /generate /v1/completions /v1/chat/completions /inference/v1/generate /skyrl/v1/generate"
 )
 PASSED: Final = (
-    _routes("POST /abort_request /tokenize /detokenize")
+    _routes("POST /abort_request /tokenize /detokenize /v1/chat/completions/render /finish_session")
     | _routes("POST /fetch_weights /pull_weights")  # files on the engine's host; no weights
     | _routes("GET /v1/models /get_world_size /version /metrics /get_load /v1/loads")
 )

@@ -6,7 +6,7 @@
 
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -241,13 +241,11 @@ class Gateway:
                 self._posts.note_transfer(meaning)
                 return self._pass_on(request, replica, path, body=body)
             case _:
-                return await self._post(request, replica, path, meaning)
-
-    async def _post(self, request: Request, replica: int, path: str, meaning: routes.Meaning) -> Response:
-        status, message = await self._posts.answer(replica, meaning, request.is_disconnected)
-        if status == 200 and path == "/collective_rpc":  # prime-rl compares the whole answer
-            return JSONResponse({"results": [None] * (world_size(self._plane.view(), replica) or 1)})
-        return _json(status, message)
+                status, message = await self._posts.answer(replica, meaning, request.is_disconnected)
+                if status == 200 and path == "/collective_rpc":  # prime-rl compares the whole answer
+                    return JSONResponse({"results": [None] * (world_size(self._plane.view(), replica) or 1)})
+                more = {**fields, "status": routes.DONE[path], "body": fields} if path in routes.DONE else {}
+                return _json(status, message, more)
 
     def _workers(self, request: Request) -> Response:
         """The base URLs of the replicas that may get requests."""
@@ -408,12 +406,12 @@ async def _body(request: Request, bytes_max: int) -> bytes:
     return bytes(body)
 
 
-def _json(status: int, message: str) -> Response:
+def _json(status: int, message: str, more: Mapping[str, object] = {}) -> Response:
     """An answer that says why in all places where a client may look: SkyRL shows `error.message` alone."""
     message = printable(message)
     content: dict[str, object] = {"success": status == 200, "message": message}
     if status == 200:
-        return JSONResponse(content)
+        return JSONResponse({**more, **content})
     reason = " ".join(message.split())[:REASON_MAX].rstrip().encode("ascii", "replace").decode()
     headers = {REASON.decode(): reason} | ({"retry-after": RETRY_AFTER_S} if status == 503 else {})
     return JSONResponse({**content, "error": {"message": message, "code": status}}, status, headers)
