@@ -1,12 +1,14 @@
 """The gateway, as five trainers use it: their own order, retries and status codes, over HTTP, against tiny engines."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from threading import Thread
 
 import httpx
+import jsonschema
 import pytest
 
 from controlplane.trainers.gateway.service import Gateway
@@ -16,6 +18,7 @@ from tests.trainers.posting_trainers import HTTP, SMG, AReaL, DynamoAdmin, Miles
 from tests.waiting import until, wait_until
 
 MODEL = "policy"
+OPENAPI = json.loads(Path("docs/gateway-openapi.json").read_text())
 
 
 def engine(request: HttpRequest) -> Reply:
@@ -187,6 +190,50 @@ def test_smgs_client_reads_what_each_worker_is_and_an_epoch_that_grows_with_each
         wait_until(lambda: client.workers()[1]["health"] == "not_ready")
         fleet.plane.retire(1).wait()
         assert [worker["id"] for worker in client.workers()] == ["0"]
+
+
+# --- the run's own route ----------------------------------------------------------------------------------------------
+
+
+def test_a_sync_is_one_request_with_a_verdict_for_each_worker_as_the_openapi_file_says(
+    tmp_path: Path, servers: list[HttpServer]
+) -> None:
+    roots = [tmp_path / "run", tmp_path / "run", tmp_path / "elsewhere"]
+    with gateway_fleet(tmp_path, replicas=3, engines=[servers[0].url] * 3, roots=roots) as fleet:
+        url = f"{fleet.gateway.url}/v1/rl/syncs"
+
+        def sync(directory: Path, **fields: str) -> httpx.Response:
+            answer = HTTP.post(url, json={"model_path": str(directory), "weight_version": "70", **fields})
+            expected = OPENAPI["paths"]["/v1/rl/syncs"]["post"]["responses"][str(answer.status_code)]
+            (content,) = expected["content"].values()
+            jsonschema.validate(answer.json(), {**content["schema"], "components": OPENAPI["components"]})
+            return answer
+
+        done = sync(fleet.write("step_1", 1), mode="keep")
+        assert (done.status_code, done.json()["status"], done.json()["version"]) == (200, "committed", 1)
+        verdicts = {worker: said["verdict"] for worker, said in done.json()["workers"].items()}
+        assert verdicts == {"0": "committed", "1": "committed", "2": "quarantined"}
+        assert "source_refused" in done.json()["workers"]["2"]["prepare"]
+        assert HTTP.get(f"{fleet.urls[0]}/get_weight_version").json() == {"weight_version": "70"}
+
+        aborted = sync(fleet.write("step_2", 2, hidden=32))
+        assert (aborted.status_code, aborted.json()["status"]) == (
+            409,
+            "aborted",
+        ) and "retry-after" not in aborted.headers
+        assert {said["verdict"] for said in aborted.json()["workers"].values()} == {"unchanged", "quarantined"}
+        assert sync(Path("/elsewhere")).status_code == 400 and sync(tmp_path / "run" / "none").status_code == 409
+        wait_until(lambda: fleet.plane.serving() == {0: 1, 1: 1})
+
+        fleet.stop_agent(0)
+        fleet.stop_agent(1)
+        fleet.stop_agent(2)
+        wait_until(lambda: not fleet.plane.serving())
+        away = sync(fleet.folder / "run" / "step_1")
+        assert away.status_code == 503 and away.headers["retry-after"]
+        workers = HTTP.get(f"{fleet.gateway.url}/v1/rl/workers").json()
+        (content,) = OPENAPI["paths"]["/v1/rl/workers"]["get"]["responses"]["200"]["content"].values()
+        jsonschema.validate(workers, {**content["schema"], "components": OPENAPI["components"]})
 
 
 # --- SkyRL ------------------------------------------------------------------------------------------------------------

@@ -40,10 +40,10 @@ from controlplane.plane import ControlPlane
 from controlplane.tickets import Ticket
 from controlplane.trainers.gateway import routes
 from controlplane.trainers.gateway.adapters import FOLDER, adapter_of, copy_adapter, label_of
-from schemas.commands import Checkpoint, EngineCommand, durable_source
+from schemas.commands import Checkpoint, EngineCommand, WeightSync, durable_source
 from schemas.errors import BusError, BusOverloaded, CheckpointError, RolloutctlError, SyncInProgress
-from schemas.formatting import format_replicas, is_trouble
-from schemas.identity import InFlight, identity_of
+from schemas.formatting import format_outcome, format_replicas, is_trouble
+from schemas.identity import InFlight, identity_of, replica_and_node
 from schemas.logs import logger_of
 from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing
 from schemas.reports import SyncReport
@@ -96,6 +96,7 @@ class UpdateSet:
         self.asked, self.replicas = asked, set[int]()
         self.complete, self.begun = anyio.Event(), False
         self.ended, self.answer = anyio.Event(), (503, "the gateway ends")
+        self.report: SyncReport | None = None
         self.delivered = set[int]()
 
     def end(self, answer: Answer) -> None:
@@ -170,7 +171,7 @@ class Posts:
             case routes.Plain.PART:
                 return 200, "a sync does this by itself"
             case routes.UpdatePost(path, label):
-                return await self._update(replica, await self._asked(path, label), is_disconnected)
+                return await self._update({replica}, await self._asked(path, label), is_disconnected)
             case routes.DeltaPost(label):
                 return await self._delta(replica, label, is_disconnected)
             case routes.AdapterPost(label, path):
@@ -178,11 +179,19 @@ class Posts:
                 if not path and label != name:
                     return self._unload_version(name, label)
                 asked = await self._asked(path, label, name) if path else Asked(path, label, name)
-                return await self._update(replica, asked, is_disconnected)
+                return await self._update({replica}, asked, is_disconnected)
             case routes.VersionPost() | routes.CheckPost():
                 return self._of_proven(replica, meaning)
             case _:
                 raise TypeError(f"{meaning} is not answered here")
+
+    async def sync(self, post: routes.SyncPost, is_disconnected: IsDisconnected) -> tuple[Answer, SyncReport | None]:
+        """Sync as if all replicas had been asked. Returns the report too, if it came to one."""
+        asked = await self._asked(post.update.path, post.update.label)
+        self._paused = dict.fromkeys(self._replicas, post.mode)
+        answer = await self._update({*self._replicas}, asked, is_disconnected)
+        ended = self._ended.get("")
+        return answer, ended.report if ended is not None and ended.answer is answer else None
 
     def note_transfer(self, meaning: routes.TransferPost) -> None:
         """Note a post that the engine answers."""
@@ -239,7 +248,7 @@ class Posts:
             self._synced, self._label, self._labelled = set(self._replicas), label, 0
             self._paused.clear()
             return 200, "no weight has changed since the engines were launched"
-        return await self._update(replica, await self._asked(local, label), is_disconnected)
+        return await self._update({replica}, await self._asked(local, label), is_disconnected)
 
     def _committed_local(self) -> str:
         """SkyRL's local checkpoint, if the newest commit was from it."""
@@ -247,32 +256,32 @@ class Posts:
         source = None if committed is None else durable_source(committed.source)
         return source.path if source is not None and source.path.endswith(f"/{routes.LOCAL_WEIGHTS}") else ""
 
-    async def _update(self, replica: int, asked: Asked, is_disconnected: IsDisconnected) -> Answer:
+    async def _update(self, replicas: set[int], asked: Asked, is_disconnected: IsDisconnected) -> Answer:
         current, ended = self._current.get(asked.adapter), self._ended.get(asked.adapter)
-        if current is None and ended is not None and ended.asked == asked and replica not in ended.delivered:
-            return await self._deliver(ended, replica, is_disconnected)
+        if current is None and ended is not None and ended.asked == asked and not replicas & ended.delivered:
+            return await self._deliver(ended, replicas, is_disconnected)
         if current is None:
             current = self._current[asked.adapter] = UpdateSet(asked)
             self._tasks.start_soon(self._sync, current)
         elif current.asked != asked and (current.begun or current.asked[:2] != asked[:2]):
-            return self._conflict(current, replica, asked)
+            return self._conflict(current, replicas, asked)
         current.asked = asked
-        current.replicas.add(replica)
+        current.replicas |= replicas
         if len(current.replicas) == len(self._replicas):
             current.complete.set()
         await current.ended.wait()
-        return await self._deliver(current, replica, is_disconnected)
+        return await self._deliver(current, replicas, is_disconnected)
 
-    async def _deliver(self, ended: UpdateSet, replica: int, is_disconnected: IsDisconnected) -> Answer:
+    async def _deliver(self, ended: UpdateSet, replicas: set[int], is_disconnected: IsDisconnected) -> Answer:
         if not await is_disconnected():
-            ended.delivered.add(replica)
+            ended.delivered |= replicas
         return ended.answer
 
-    def _conflict(self, current: UpdateSet, replica: int, asked: Asked) -> Answer:
+    def _conflict(self, current: UpdateSet, replicas: set[int], asked: Asked) -> Answer:
         rewritten = ", which was written again since then" if asked.path == current.asked.path else ""
         message = (
-            f"replica {replica} is asked for {asked.path or asked}{rewritten}, and replicas {sorted(current.replicas)} "
-            f"for {current.asked.path or current.asked}. The fleet moves together"
+            f"{format_replicas(replicas)} is asked for {asked.path or asked}{rewritten}, and "
+            f"{format_replicas(current.replicas)} for {current.asked.path or current.asked}. The fleet moves together"
         )
         if current.begun:
             return 503, f"{message}: that sync goes on, ask again when it has ended"
@@ -294,7 +303,7 @@ class Posts:
             await self._replicas_known()
             if asked.path:
                 report = await (self._sync_adapter(asked) if adapter else self._sync_weights(asked))
-                answer = status_of_sync(report), str(report)
+                current.report, answer = report, (status_of_sync(report), str(report))
             else:
                 answer = 200, str(await self._plane.drop_adapter(adapter))
         except RolloutctlError as error:
@@ -412,6 +421,20 @@ def status_of_sync(report: SyncReport) -> int:
     conclusions = [line.conclusion for phase in report.phases for line in phase.outcomes]
     passes = report.status == "aborted" and all(map(_passes, filter(is_trouble, conclusions)))
     return 503 if passes else 409
+
+
+def verdicts(report: SyncReport) -> dict[str, dict[str, str]]:
+    """Return what became of each worker, and what it answered to each phase."""
+    workers: dict[int, dict[str, str]] = {}
+    for command, line in ((phase.command, line) for phase in report.phases for line in phase.outcomes):
+        place = replica_and_node(line.agent)
+        if place is not None and place[1] == 0 and isinstance(command, WeightSync):
+            workers.setdefault(place[0], {})[command.phase] = format_outcome(line.conclusion)
+    ends = {"committed": report.loaded, "quarantined": report.quarantined, "unproven": report.unproven}
+    return {
+        str(replica): {"verdict": next((end for end in ends if replica in ends[end]), "unchanged"), **phases}
+        for replica, phases in sorted(workers.items())
+    }
 
 
 def _passes(trouble: Conclusion) -> bool:

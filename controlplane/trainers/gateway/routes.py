@@ -51,6 +51,13 @@ class UpdatePost(Struct, frozen=True):
     label: str = ""
 
 
+class SyncPost(Struct, frozen=True):
+    """Bring the whole fleet to a checkpoint, and say what became of each worker."""
+
+    update: UpdatePost
+    mode: InFlight
+
+
 class DeltaPost(Struct, frozen=True):
     """Load the local checkpoint that `TransferPost` named and a fetch has patched (SkyRL)."""
 
@@ -94,7 +101,16 @@ class RefusedPost(Struct, frozen=True):
 
 
 Meaning = (
-    Plain | PausePost | UpdatePost | DeltaPost | TransferPost | AdapterPost | VersionPost | CheckPost | RefusedPost
+    Plain
+    | PausePost
+    | UpdatePost
+    | SyncPost
+    | DeltaPost
+    | TransferPost
+    | AdapterPost
+    | VersionPost
+    | CheckPost
+    | RefusedPost
 )
 
 Reader = Callable[[Fields, Sequence[str]], Meaning]
@@ -134,11 +150,15 @@ _MODES: Final[Mapping[object, InFlight]] = {
 }
 
 
-def _pause(fields: Fields, _: Sequence[str]) -> Meaning:
+def _pause(fields: Fields, _: Sequence[str]) -> PausePost:
     mode = fields.get("mode")
     if not isinstance(mode, str | None) or mode not in _MODES:
         raise ValueError(f"mode is {shown(mode)}, and must be abort, wait, keep, retract or in_place")
     return PausePost(_MODES[mode])
+
+
+def _sync(fields: Fields, roots: Sequence[str]) -> Meaning:
+    return SyncPost(_from_disk(fields, roots), _pause(fields, roots).mode)
 
 
 def _update(fields: Fields, roots: Sequence[str]) -> Meaning:
@@ -156,7 +176,7 @@ def _update(fields: Fields, roots: Sequence[str]) -> Meaning:
     return _from_disk(fields, roots)
 
 
-def _from_disk(fields: Fields, roots: Sequence[str]) -> Meaning:
+def _from_disk(fields: Fields, roots: Sequence[str]) -> UpdatePost:
     named = fields.get("model_path", fields.get("weight_dir"))
     if not isinstance(named, str):
         raise ValueError("no model_path or weight_dir names a checkpoint")
@@ -285,6 +305,7 @@ CONTROL: Final[Mapping[tuple[str, str], Reader | Plain]] = {
     **dict.fromkeys(_routes("GET /health /health_generate"), Plain.HEALTH),
     **dict.fromkeys(_routes("GET /get_weight_version /model_info /get_model_info"), Plain.VERSION),
     **dict.fromkeys(_routes("GET /server_info /get_server_info"), Plain.INFO),
+    **dict.fromkeys(_routes("POST /v1/rl/syncs"), _sync),
     **dict.fromkeys(_routes("GET /workers"), Plain.WORKERS),
     **dict.fromkeys(_routes("GET /v1/rl/workers"), Plain.DISCOVERY),
 }

@@ -27,7 +27,7 @@ from controlplane.trainers.gateway.adapters import replica_that_holds, with_engi
 from controlplane.trainers.gateway.connections import REASON, BoundedServer, connections_within_limit
 from controlplane.trainers.gateway.discovery import Membership, worker_row, world_size
 from controlplane.trainers.gateway.passing import ProxyResponse
-from controlplane.trainers.gateway.posts import Posts, status_of
+from controlplane.trainers.gateway.posts import Posts, status_of, verdicts
 from schemas.errors import AddressInUse, ConfigError, RolloutctlError
 from schemas.formatting import printable
 from schemas.logs import logger_of
@@ -204,8 +204,10 @@ class Gateway:
                 return self._workers(request)
             case "GET", "/v1/rl/workers":
                 return await self._discovery(request, range(self._replicas))
+            case "POST", "/v1/rl/syncs":
+                return await self._of_replica(request, 0, path)  # whichever: it is about all of them
         below = " ".join(self.base_urls(request.url.hostname))
-        known = f"/workers, /v1/rl/workers, and the routes of an engine below {below}"
+        known = f"/workers, /v1/rl/workers, /v1/rl/syncs, and the routes of an engine below {below}"
         return _json(400, f"{request.method} {path} is refused: it is about no replica. There are {known}")
 
     async def _of_replica(self, request: Request, replica: int, path: str) -> Response:
@@ -217,6 +219,11 @@ class Gateway:
         except ValueError as error:
             status = 413 if isinstance(error, BodyTooLarge) else 400
             return _json(status, f"{request.method} {path} is refused: {error}")
+        return await self._respond(request, replica, path, body, fields)
+
+    async def _respond(
+        self, request: Request, replica: int, path: str, body: bytes, fields: dict[str, object]
+    ) -> Response:
         meaning = routes.read_request(request.method, path, fields, self._roots)
         match meaning:
             case routes.RefusedPost(message):
@@ -226,26 +233,34 @@ class Gateway:
                 return self._workers(request)
             case routes.Plain.DISCOVERY:
                 return await self._discovery(request, [replica])
+            case routes.Plain.HEALTH if reason := self._plane.view().unfit(replica):
+                return _json(503, f"replica {replica} does not serve: {reason}")
+            case routes.Plain.HEALTH if not self._engine(replica):
+                return _json(200, "it serves")
             case routes.Plain.HEALTH:
-                if reason := self._plane.view().unfit(replica):
-                    return _json(503, f"replica {replica} does not serve: {reason}")
-                there = self._engine(replica)
-                return self._pass_on(request, replica, path, body=body) if there else _json(200, "it serves")
+                return self._pass_on(request, replica, path, body=body)
             case routes.Plain.VERSION:
                 return await self._version_of(request, replica, path)
             case routes.Plain.INFO:
                 url = request.url
                 address = {"host": url.netloc.removesuffix(f":{url.port}"), "port": url.port or 80}
                 return await self._answer_with(request, replica, path, address)
+            case routes.SyncPost():
+                return await self._sync(request, meaning)
             case routes.TransferPost():
                 self._posts.note_transfer(meaning)
                 return self._pass_on(request, replica, path, body=body)
-            case _:
-                status, message = await self._posts.answer(replica, meaning, request.is_disconnected)
-                if status == 200 and path == "/collective_rpc":  # prime-rl compares the whole answer
-                    return JSONResponse({"results": [None] * (world_size(self._plane.view(), replica) or 1)})
-                more = {**fields, "status": routes.DONE[path], "body": fields} if path in routes.DONE else {}
-                return _json(status, message, more)
+        status, message = await self._posts.answer(replica, meaning, request.is_disconnected)
+        if status == 200 and path == "/collective_rpc":  # prime-rl compares the whole answer
+            return JSONResponse({"results": [None] * (world_size(self._plane.view(), replica) or 1)})
+        more = {**fields, "status": routes.DONE[path], "body": fields} if path in routes.DONE else {}
+        return _json(status, message, more)
+
+    async def _sync(self, request: Request, post: routes.SyncPost) -> Response:
+        answer, report = await self._posts.sync(post, request.is_disconnected)
+        if report is None:
+            return _json(*answer)
+        return _json(*answer, {"status": report.status, "version": report.version, "workers": verdicts(report)})
 
     def _workers(self, request: Request) -> Response:
         """The base URLs of the replicas that may get requests."""
@@ -409,9 +424,9 @@ async def _body(request: Request, bytes_max: int) -> bytes:
 def _json(status: int, message: str, more: Mapping[str, object] = {}) -> Response:
     """An answer that says why in all places where a client may look: SkyRL shows `error.message` alone."""
     message = printable(message)
-    content: dict[str, object] = {"success": status == 200, "message": message}
+    content: dict[str, object] = {**more, "success": status == 200, "message": message}
     if status == 200:
-        return JSONResponse({**more, **content})
+        return JSONResponse(content)
     reason = " ".join(message.split())[:REASON_MAX].rstrip().encode("ascii", "replace").decode()
     headers = {REASON.decode(): reason} | ({"retry-after": RETRY_AFTER_S} if status == 503 else {})
     return JSONResponse({**content, "error": {"message": message, "code": status}}, status, headers)
