@@ -26,6 +26,7 @@ from workers.agent import Agent
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
 from workers.engines.tiny.server import TinyClient
+from workers.router import RouterRegistration
 from workers.traces.node import NodeTraces
 
 QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=500)
@@ -74,7 +75,10 @@ class GatewayFleet:
 
     Attributes:
         folder: Root of the checkpoints that the trainer writes; `other` is that of the replica that sees other files.
+        router: Where agents that are started from now on keep the gateway's URLs of their replicas; empty for nowhere.
     """
+
+    router = ""
 
     def __init__(self, folder: Path, plane: ControlPlane, engines: list[GatedEngine]) -> None:
         self.folder, self.plane, self.engines = folder, plane, engines
@@ -98,7 +102,12 @@ class GatewayFleet:
                 endpoint=self.endpoints[replica] if self.endpoints else "",
             ) as agent:
                 task_status.started()
-                await agent.run()
+                if not self.router:
+                    await agent.run()
+                    return
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(RouterRegistration(self.router, self.urls[replica], poll_s=0.2).follow, agent)
+                    await agent.run()
 
         self._agents[replica] = ExitStack()
         self._agents[replica].enter_context(on_a_thread(run))
