@@ -49,7 +49,7 @@ def world_size(view: FleetView, replica: int) -> int | None:
     return None if member is None else len(member.hello.identity.global_ranks)
 
 
-def worker_row(view: FleetView, replica: int, url: str, model: str | None, version: str) -> dict[str, object]:
+def worker_row(view: FleetView, replica: int, url: str, model: str | None, version: str | None) -> dict[str, object]:
     """Return what is known of one replica.
 
     Args:
@@ -57,9 +57,9 @@ def worker_row(view: FleetView, replica: int, url: str, model: str | None, versi
         replica: Its index.
         url: Where its requests and its commands go.
         model: Its server's name of the model; None if it did not answer.
-        version: The trainer's name of its weights, or the run's.
+        version: The trainer's name of its weights, or the run's; None if it may get no requests.
     """
-    member, unfit = view.state.members.get(f"{replica}.0"), view.unfit(replica)
+    member = view.state.members.get(f"{replica}.0")
     status = member.status if member is not None else None
     engine, _, engine_version = (status.engine if status is not None else "unknown").partition(" ")
     row: dict[str, object] = {
@@ -84,9 +84,9 @@ def worker_row(view: FleetView, replica: int, url: str, model: str | None, versi
         "connection_mode": "http",
         **dict.fromkeys(("tp_size", "dp_size", "pp_size", "role")),
         "dp_ranks": 1,
-        "health": "not_ready" if unfit else "ready",
-        "weight_version": None if unfit else version,
+        "health": "not_ready" if version is None else "ready",
+        "weight_version": version,
         "labels": {},
         "capabilities": CAPABILITIES,
     }
-    return row if member is not None else {**row, "error": unfit}
+    return row if member is not None else {**row, "error": view.unfit(replica)}

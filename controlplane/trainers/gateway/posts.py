@@ -131,7 +131,7 @@ class Posts:
         self._synced = set[int]()  # replicas that were in a sync since the trainer last paused them
         self._local = ""  # SkyRL's local checkpoint, once it is known
         self._label, self._labelled = "", -1  # of the weights named last, and their version
-        self._digests: dict[int, str] = {}  # of what replicas loaded for the newest commit
+        self._digests: dict[tuple[int, int], str] = {}  # of what replicas loaded for the newest commit, a version
         self._snapshots: dict[int, str] = {}  # likewise, when the trainer last asked for a snapshot
         self._tasks: anyio.abc.TaskGroup
 
@@ -213,16 +213,13 @@ class Posts:
             return 200, "nothing was reset: engines serve on, and each load is proven by what they hold afterwards"
         status = view.state.members[f"{replica}.0"].status
         launched = status.digest if status is not None and status.version == version else None
-        digest = self._digests.get(replica) or launched or ""
+        digest = self._digests.get((replica, version)) or launched or ""
         if meaning.action == "snapshot":
             self._snapshots[replica] = digest
             return 200, f"replica {replica} holds v{version}"
         digests = [found.rpartition(":")[2][:12] for found in (digest, self._snapshots.get(replica, ""))]
         if not all(digests):
-            return (
-                409,
-                f"what replica {replica} holds is not known byte for byte: start its agent with --digests always",
-            )
+            return 409, f"the bytes that replica {replica} holds are not known: start its agent with --digests always"
         equal = digest == self._snapshots[replica]
         return 200 if equal else 409, f"replica {replica} holds {digests[0]}, and held {digests[1]} at the snapshot"
 
@@ -330,11 +327,10 @@ class Posts:
         report = await self._after_others(sync, asked)
         if report.status == "committed":
             self._labelled, self._label = report.version, asked.label
-            lines = [(line.agent, line.conclusion) for phase in report.phases for line in phase.outcomes]
             self._digests = {
-                identity_of(agent).replica: acted.digest
-                for agent, acted in lines
-                if isinstance(acted, Acted) and acted.version == report.version and acted.digest
+                (identity_of(line.agent).replica, acted.version): acted.digest
+                for line in report.phases[-1].outcomes
+                if isinstance(acted := line.conclusion, Acted) and acted.version and acted.digest
             }
         return report
 

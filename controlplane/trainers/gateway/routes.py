@@ -35,7 +35,6 @@ class Plain(Enum):
     HEALTH = "is the replica fit to serve?"
     VERSION = "which weights does it serve? Their label takes the place of the engine's own number in its answer"
     INFO = "what kind of server is it? Its address is the gateway's: miles compares it with the one that it was given"
-    WORKERS = "which base URLs are there?"
     DISCOVERY = "what kind of worker is this? As Dynamo and smg answer"
 
 
@@ -306,7 +305,6 @@ CONTROL: Final[Mapping[tuple[str, str], Reader | Plain]] = {
     **dict.fromkeys(_routes("GET /get_weight_version /model_info /get_model_info"), Plain.VERSION),
     **dict.fromkeys(_routes("GET /server_info /get_server_info"), Plain.INFO),
     **dict.fromkeys(_routes("POST /v1/rl/syncs"), _sync),
-    **dict.fromkeys(_routes("GET /workers"), Plain.WORKERS),
     **dict.fromkeys(_routes("GET /v1/rl/workers"), Plain.DISCOVERY),
 }
 """Answered here, by commands and by what the bus knows."""

@@ -8,6 +8,7 @@ import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -46,6 +47,9 @@ MOMENT_S: Final = 2.0
 """How long the first update waits for those of the other replicas."""
 MODEL_S: Final = 5.0
 """Time for a server to name its model."""
+FAILURES_MAX: Final = 3
+SUSPECT_S: Final = 5.0
+"""For how long a replica gets no requests after that many of them failed in a row."""
 RETRY_AFTER_S: Final = "5"
 """For what passes by itself, such as an agent that restarts."""
 NO_ENGINE: Final = (
@@ -123,6 +127,7 @@ class Gateway:
             )
         self._models: dict[str, str] = {}  # by the URL of the engine
         self._membership = Membership()
+        self._failures: dict[int, tuple[int, float]] = {}  # of passed requests in a row, and when the last one was
         self._http: httpx.AsyncClient
 
     # --- addresses ----------------------------------------------------------------------------------------------------
@@ -229,11 +234,9 @@ class Gateway:
             case routes.RefusedPost(message):
                 logger.warning("replica %d: %s", replica, message)
                 return _json(400, message)
-            case routes.Plain.WORKERS:
-                return self._workers(request)
             case routes.Plain.DISCOVERY:
                 return await self._discovery(request, [replica])
-            case routes.Plain.HEALTH if reason := self._plane.view().unfit(replica):
+            case routes.Plain.HEALTH if reason := self._unfit(replica):
                 return _json(503, f"replica {replica} does not serve: {reason}")
             case routes.Plain.HEALTH if not self._engine(replica):
                 return _json(200, "it serves")
@@ -262,12 +265,24 @@ class Gateway:
             return _json(*answer)
         return _json(*answer, {"status": report.status, "version": report.version, "workers": verdicts(report)})
 
+    def _unfit(self, replica: int) -> str:
+        """Why a replica gets no requests; empty if it gets them."""
+        failed, tried_s = self._failures.get(replica, (0, 0.0))
+        if reason := self._plane.view().unfit(replica):
+            return reason
+        suspect = failed >= FAILURES_MAX and anyio.current_time() - tried_s < SUSPECT_S
+        return f"its server failed {failed} requests in a row, as seen from here" if suspect else ""
+
+    def _note(self, replica: int, answered: bool) -> None:
+        """Count what its server failed in a row."""
+        failed, _ = self._failures.pop(replica, (0, 0.0))
+        if not answered:
+            self._failures[replica] = failed + 1, anyio.current_time()
+
     def _workers(self, request: Request) -> Response:
         """The base URLs of the replicas that may get requests."""
         urls = enumerate(self.base_urls(request.url.hostname))
-        return JSONResponse(
-            {"workers": [{"url": url} for replica, url in urls if not self._plane.view().unfit(replica)]}
-        )
+        return JSONResponse({"workers": [{"url": url} for replica, url in urls if not self._unfit(replica)]})
 
     async def _discovery(self, request: Request, replicas: Sequence[int]) -> Response:
         async with anyio.create_task_group() as tasks:
@@ -277,7 +292,13 @@ class Gateway:
         view, urls = self._plane.view(), self.base_urls(request.url.hostname)
         self._membership = self._membership.now(view)
         rows = [
-            worker_row(view, replica, urls[replica], self._models.get(self._engine(replica)), self._version(replica))
+            worker_row(
+                view,
+                replica,
+                urls[replica],
+                self._models.get(self._engine(replica)),
+                None if self._unfit(replica) else self._version(replica),
+            )
             for replica in replicas
             if f"{replica}.0" not in view.state.retired
         ]
@@ -309,12 +330,13 @@ class Gateway:
             body=body,
             authorization=f"Bearer {key}" if key else None,
             keeps_authorization=key is None and self._token is None,
+            note=partial(self._note, replica),
         )
 
     async def _pass_on_as_named(self, request: Request, replica: int, path: str, *, generates: bool) -> Response:
         """Pass a request on; one for tokens with the engines' names of adapters, to a replica that holds them."""
         view, engine = self._plane.view(), self._engine(replica)
-        if generates and (reason := view.unfit(replica)):
+        if generates and (reason := self._unfit(replica)):
             return _json(503, f"replica {replica} answers no requests: {reason}")
         if not (generates and engine and view.state.adapters):
             return self._pass_on(request, replica, path)
