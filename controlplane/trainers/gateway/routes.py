@@ -1,7 +1,7 @@
 """What a trainer's request to an engine means. One table of routes, for vLLM's, SGLang's and the trainers' own. Pure.
 
 The routes, and who posts them, were read in the sources of prime-rl (559b44772), SkyRL (a9564572), slime (624b824a8),
-miles (31f1ca961) and AReaL (4aef98d8d), those of adapters in SkyRL 0.4.0 and AReaL 1.0.4 too; docs/trainers has the
+miles (31f1ca961) and AReaL (cbff54d64), those of adapters in SkyRL 0.4.0 and AReaL 1.0.4 too; docs/trainers has the
 order in which each posts them. A route that is in no
 table is refused, and so is a request that a command can't express. A refusal is a 400: prime-rl tries a 5xx again up to
 ten times, and passes over a 404 in silence (`src/prime_rl/utils/client.py`).
