@@ -123,6 +123,19 @@ def test_what_a_server_says_of_itself_has_the_address_of_the_gateway_and_the_que
         assert (request.path, request.token) == ("/server_info?config_format=json", "of-the-engine")
 
 
+def test_a_server_is_asked_for_its_model_once_and_with_the_key_of_the_client(tmp_path: Path) -> None:
+    with (
+        HttpServer(lambda _: (200, {"data": [{"id": "m"}, {"id": "adapter"}]})) as engine,
+        gateway(tmp_path, engine.url) as served,
+    ):
+        for _ in range(2):
+            headers = {"authorization": "Bearer of-the-engine"}
+            (row,) = HTTP.get(f"{served.url}/v1/rl/workers", headers=headers).json()["workers"]
+            assert (row["model"], row["health"], row["error"]) == ("m", "not_ready", "no agent has joined there")
+        (request,) = engine.requests
+        assert (request.path, request.token) == ("/v1/models", "of-the-engine")
+
+
 def test_a_post_that_is_answered_here_is_bounded_and_must_be_json(tmp_path: Path, server: HttpServer) -> None:
     with gateway(tmp_path, server.url) as served:
         url = served.base_urls()[0]

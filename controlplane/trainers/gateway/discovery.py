@@ -14,16 +14,25 @@ from schemas.identity import process_of
 
 VERSION: Final = 1
 NAMESPACE: Final = "rolloutctl"
-ROUTES: Final = sorted(path.lstrip("/") for verb, path in CONTROL if verb == "POST")
-CAPABILITIES: Final = {
-    "source": "static",
-    "pause_modes": ["abort", "wait", "keep"],
-    "update_from": ["disk"],
-    "abort": True,
-    "flush_cache": True,
-    "sleep_wake": False,
-    "reports_weight_version": True,
+ALIKE: Final[dict[str, object]] = {
+    "namespace": NAMESPACE,
+    "component": "backend",
+    "endpoint": "rl",
+    "routes": sorted(path.lstrip("/") for verb, path in CONTROL if verb == "POST"),
+    "worker_type": "regular",
+    "connection_mode": "http",
+    **dict.fromkeys(("tp_size", "dp_size", "pp_size", "role")),
+    "dp_ranks": 1,
+    "labels": {},
+    "capabilities": {
+        "source": "static",
+        "pause_modes": ["abort", "wait", "keep"],
+        "update_from": ["disk"],
+        **dict.fromkeys(("abort", "flush_cache", "reports_weight_version"), True),
+        "sleep_wake": False,
+    },
 }
+"""What all rows have in common."""
 
 
 class Membership(NamedTuple):
@@ -63,30 +72,17 @@ def worker_row(view: FleetView, replica: int, url: str, model: str | None, versi
     status = member.status if member is not None else None
     engine, _, engine_version = (status.engine if status is not None else "unknown").partition(" ")
     row: dict[str, object] = {
-        "namespace": NAMESPACE,
-        "component": "backend",
-        "endpoint": "rl",
-        "instance_id": replica,
+        **ALIKE,
+        **dict.fromkeys(("request_plane_url", "admin_base_url", "url", "base_url", "control_url"), url),
         "transport": {"http": url},
-        "request_plane_url": url,
-        "admin_base_url": url,
+        "instance_id": replica,
+        "id": str(replica),
         "world_size": world_size(view, replica),
         "model": model,
-        "routes": ROUTES,
-        "id": str(replica),
-        "url": url,
-        "base_url": url,
-        "control_url": url,
+        "model_id": model or "unknown",
         "engine": engine,
         "engine_version": engine_version or None,
-        "model_id": model or "unknown",
-        "worker_type": "regular",
-        "connection_mode": "http",
-        **dict.fromkeys(("tp_size", "dp_size", "pp_size", "role")),
-        "dp_ranks": 1,
         "health": "not_ready" if version is None else "ready",
         "weight_version": version,
-        "labels": {},
-        "capabilities": CAPABILITIES,
     }
     return row if member is not None else {**row, "error": view.unfit(replica)}

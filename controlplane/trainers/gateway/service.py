@@ -288,7 +288,7 @@ class Gateway:
         async with anyio.create_task_group() as tasks:
             for replica in replicas:
                 if self._engine(replica) not in self._models:
-                    tasks.start_soon(self._find_model, replica)
+                    tasks.start_soon(self._find_model, request, replica)
         view, urls = self._plane.view(), self.base_urls(request.url.hostname)
         self._membership = self._membership.now(view)
         rows = [
@@ -305,13 +305,11 @@ class Gateway:
         head = {"protocol_version": discovery.VERSION, "namespace": discovery.NAMESPACE}
         return JSONResponse({**head, "workers": rows, "total": len(rows), "membership_epoch": self._membership.epoch})
 
-    async def _find_model(self, replica: int) -> None:
+    async def _find_model(self, request: Request, replica: int) -> None:
         """Learn the name that its server has for its model. It is kept, for when the server is down."""
-        key, engine = self._engine_key, self._engine(replica)
-        headers = {"authorization": f"Bearer {key}"} if key else {}
         with suppress(httpx.HTTPError, ValueError, TypeError, LookupError):
-            found = await self._http.get(f"{engine}/v1/models", headers=headers, timeout=MODEL_S)
-            self._models[engine] = str(found.json()["data"][0]["id"])
+            found = await self._get(request, replica, "/v1/models", MODEL_S)
+            self._models[self._engine(replica)] = str(found.json()["data"][0]["id"])
 
     # --- the engine's own answers -------------------------------------------------------------------------------------
 
@@ -366,19 +364,23 @@ class Gateway:
 
     async def _answer_with(self, request: Request, replica: int, path: str, known: dict[str, object]) -> Response:
         """The engine's answer with what is known better here."""
-        if not (engine := self._engine(replica)):
+        if not self._engine(replica):
             return _json(400, NO_ENGINE.format(path))
-        given = request.headers.get("authorization") if self._token is None else None
-        authorization = f"Bearer {self._engine_key}" if self._engine_key else given
-        headers = {"authorization": authorization} if authorization else {}
-        url = httpx.URL(f"{engine}{path}", query=request.scope["query_string"] or None)
         try:
-            found = await self._http.get(url, headers=headers, timeout=30.0)
+            found = await self._get(request, replica, path, 30.0)
             if found.status_code != 200:
                 return Response(found.content, found.status_code, media_type=found.headers.get("content-type"))
             return JSONResponse({**found.json(), **known})
         except (httpx.HTTPError, ValueError, TypeError) as error:
             return _json(502, f"the engine of replica {replica} did not answer {path}: {error}")
+
+    async def _get(self, request: Request, replica: int, path: str, timeout_s: float) -> httpx.Response:
+        """Ask an engine, with the query and the key that a request passed on to it would have."""
+        given = request.headers.get("authorization") if self._token is None else None
+        authorization = f"Bearer {self._engine_key}" if self._engine_key else given
+        url = httpx.URL(f"{self._engine(replica)}{path}", query=request.scope["query_string"] or None)
+        headers = {"authorization": authorization} if authorization else {}
+        return await self._http.get(url, headers=headers, timeout=timeout_s)
 
 
 async def _serve_shielded(server: BoundedServer, sockets: list[socket.socket]) -> None:
