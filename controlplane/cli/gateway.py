@@ -53,6 +53,11 @@ TOKEN_VARIABLE = "ROLLOUTCTL_GATEWAY_TOKEN"
     default=300.0,
     help="Seconds for each of the three phases of an update.",
 )
+@click.option(
+    "--quorum",
+    type=click.IntRange(1, REPLICAS_MAX),
+    help="Replicas that must load an update.  [default: more than half of those that are there]",
+)
 @metrics_port
 def gateway(
     address: str, log: Path, run: str | None, keys: Path | None, listen: str, insecure_bus: bool, **options: Any
@@ -96,6 +101,7 @@ def gateway(
             token=api_key(options["token_file"], TOKEN_VARIABLE),
             insecure=options["insecure"],
             timeout_s=options["timeout"],
+            quorum=options["quorum"],
         )
         if options["metrics_port"] is not None:
             serve_bus_metrics(plane, options["metrics_port"])

@@ -31,7 +31,7 @@ from schemas.reports import AgentOutcome, Report, SyncReport
 _TAKES_NO_PART: Final = tuple(map(Skipped, (Reason.MODE_NEVER_SYNCS, Reason.NOT_TARGETED, Reason.OBSERVING)))
 _ALREADY: Final = Skipped(Reason.ALREADY)
 _STALE: Final = Skipped(Reason.STALE_VERSION)
-_AWAY: Final = ("absent", "gone", "restarted", "engine_down")
+AWAY: Final = ("absent", "gone", "restarted", "engine_down")
 """Why a replica that did not answer is left out, and not quarantined."""
 
 Conclusions = Mapping[int, Conclusion]
@@ -155,7 +155,7 @@ def _followed(sync: Sync, conclusions: Conclusions) -> frozenset[int]:
 
 def _dropped_out(conclusion: Conclusion) -> bool:
     """Whether a member failed. One that has this version or a newer one, or is away, has not."""
-    return conclusion not in (_ALREADY, _STALE) and not (isinstance(conclusion, Missing) and conclusion.reason in _AWAY)
+    return conclusion not in (_ALREADY, _STALE) and not (isinstance(conclusion, Missing) and conclusion.reason in AWAY)
 
 
 def _holds_other_bytes(conclusion: Conclusion) -> bool:

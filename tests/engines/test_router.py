@@ -26,9 +26,11 @@ from schemas.transport.sockets import Context
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
 from tests.engines.servers import Process, free_port, wait_for
 from tests.environments import python
+from tests.trainers.gateway_fleet import gateway_fleet
+from tests.trainers.posting_trainers import HTTP, Slime
 from tests.unit import machines
 from tests.unit.small_bus import PAUSE, RESUME, SECOND, Bus, Engine, reaches, running
-from tests.waiting import until
+from tests.waiting import until, wait_until
 from workers import router as routers
 from workers.agent import Agent
 from workers.engines.client import CallRefused
@@ -57,7 +59,7 @@ class Worker(HttpServer):
         super().__init__(self.answer)
 
     def answer(self, request: HttpRequest) -> Reply:
-        if request.path == "/health":
+        if request.path in ("/health", "/health_generate"):
             return (200 if self.healthy else 503), {}
         if request.path == "/server_info":
             return 200, {"dp_size": self.ranks}
@@ -505,3 +507,43 @@ async def test_an_engine_that_went_away_is_removed(
         monkeypatch.setattr(engine, "observe", gone)
         await until(lambda: not failing.listed)
         tasks.cancel_scope.cancel()
+
+
+# --- behind the gateway -----------------------------------------------------------------------------------------------
+
+
+def live_router_workers(router: RouterProcess) -> list[str]:
+    """What slime does before it drains requests (15b8e507, `sglang_utils/server_control.py`).
+
+    `get_live_router_workers` removes a worker that is not healthy, and no one of slime ever adds it again.
+    """
+    live = []
+    for worker in router.client.get("/workers").json()["workers"]:
+        if HTTP.get(f"{worker['url']}/health_generate").is_success:
+            live.append(worker["url"])
+        else:
+            router.client.delete(f"/workers/{worker['id']}")
+    return live
+
+
+def test_a_recovered_replica_of_slime_gets_its_traffic_back_by_its_agent(
+    router: RouterProcess, worker: Worker, tmp_path: Path
+) -> None:
+    """slime registers the URLs of the gateway. An agent with --router and that URL keeps its replica there."""
+    roots = [tmp_path / "run", tmp_path / "run", tmp_path / "elsewhere"]
+    with gateway_fleet(tmp_path, replicas=3, ports=True, engines=[worker.url] * 3, roots=roots) as fleet:
+        for replica in range(3):
+            router.add(fleet.urls[replica])
+            fleet.stop_agent(replica)
+            fleet.router = router.url
+            fleet.start_agent(replica)
+        wait_until(lambda: len(fleet.plane.serving()) == 3)
+        assert sorted(live_router_workers(router)) == sorted(fleet.urls)
+        trainer = Slime(fleet.addresses)
+        trainer.reload(fleet.write("v1", 1), "1")
+        wait_until(lambda: sorted(live_router_workers(router)) == sorted(fleet.urls[:2]))
+        save(TinyModel(TinyConfig(), seed=2), roots[2] / "v2")
+        trainer.reload(fleet.write("v2", 2), "2")
+        wait_until(lambda: sorted(live_router_workers(router)) == sorted(fleet.urls))
+        assert router.generate().is_success
+    wait_until(lambda: live_router_workers(router) == [])

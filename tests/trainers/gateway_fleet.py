@@ -20,12 +20,13 @@ from schemas.commands import AdapterSync, EpochStart, WeightSync
 from schemas.config import AgentConfig, BusConfig
 from schemas.events import EngineCall, Load, LoadAdapter, Observation, Returned
 from schemas.formatting import describe
-from schemas.identity import Identity
+from schemas.identity import Digests, Identity
 from schemas.reports import Report, SyncReport
 from workers.agent import Agent
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
 from workers.engines.tiny.server import TinyClient
+from workers.router import RouterRegistration
 from workers.traces.node import NodeTraces
 
 QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=500)
@@ -74,7 +75,10 @@ class GatewayFleet:
 
     Attributes:
         folder: Root of the checkpoints that the trainer writes; `other` is that of the replica that sees other files.
+        router: Where agents that are started from now on keep the gateway's URLs of their replicas; empty for nowhere.
     """
+
+    router = ""
 
     def __init__(self, folder: Path, plane: ControlPlane, engines: list[GatedEngine]) -> None:
         self.folder, self.plane, self.engines = folder, plane, engines
@@ -98,7 +102,12 @@ class GatewayFleet:
                 endpoint=self.endpoints[replica] if self.endpoints else "",
             ) as agent:
                 task_status.started()
-                await agent.run()
+                if not self.router:
+                    await agent.run()
+                    return
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(RouterRegistration(self.router, self.urls[replica], poll_s=0.2).follow, agent)
+                    await agent.run()
 
         self._agents[replica] = ExitStack()
         self._agents[replica].enter_context(on_a_thread(run))
@@ -164,6 +173,7 @@ def gateway_fleet(
     engines: Sequence[str] = (),
     roots: Sequence[Path] = (),
     endpoints: Sequence[str] = (),
+    digests: Digests = "announced",
     **options: Any,
 ) -> Iterator[GatewayFleet]:
     """A bus, agents, tiny engines and a gateway; the log is verified at the end.
@@ -174,6 +184,7 @@ def gateway_fleet(
         engines: HTTP servers that requests are passed on to.
         roots: Root of the checkpoints of each replica, where it is not the trainer's.
         endpoints: Where the agent of each replica says that its server is.
+        digests: After which loads engines compute them.
         options: Of the gateway.
     """
     joined = replicas if joined is None else joined
@@ -185,6 +196,7 @@ def gateway_fleet(
             traces=folder / "traces",
             serve=f"ipc://{folder}/front-{n}",
             seed=100 + n,
+            digests=digests,
         )
         for n, place in enumerate(places)
     ]

@@ -82,6 +82,83 @@ class PrimeRL:
                     raise
 
 
+class DynamoAdmin:
+    """prime-rl's other admin plane, 02e7f45f, `src/prime_rl/inference/dynamo.py`: of engines that a Dynamo has found.
+
+    `discover_dynamo_worker`, `parse_dynamo_worker`, `topology_fingerprint`, `wait_for_ready`,
+    `ensure_topology_current`, `_collective_rpc` and `update_weights` by files. It takes one worker of one rank, and
+    ends if that worker changes.
+    """
+
+    def __init__(self, discovery_url: str, model: str) -> None:
+        self._url, self._model = httpx.URL(discovery_url), model
+        self.pinned: tuple[int, str] | None = None
+
+    async def discover(self) -> tuple[int, str]:
+        path = self._url.path.rstrip("/").removesuffix("/v1")
+        async with httpx.AsyncClient(verify=False) as client:
+            response = await client.get(self._url.copy_with(path=f"{path}/v1/rl/workers"))
+        snapshot = response.raise_for_status().json()
+        assert snapshot["protocol_version"] in (1, None)
+        workers = [worker for worker in snapshot["workers"] if worker.get("model") == self._model]
+        if any(worker.get("error") is not None for worker in workers):
+            raise LookupError("Dynamo worker is not ready")
+        if not workers:
+            raise LookupError("Dynamo returned no bound workers")
+        for worker in workers:
+            if type(worker.get("world_size", 1)) is not int or worker.get("world_size", 1) != 1:
+                raise ValueError("Dynamo RL currently supports exactly one inference rank")
+            admin = httpx.URL(worker["admin_base_url"])
+            if admin.path != "/" or admin.query or admin.userinfo or admin.fragment:
+                raise ValueError("admin_base_url must be an http(s) origin")
+            if admin.host != self._url.host:
+                raise ValueError("Dynamo worker admin host does not match discovery host")
+        if len(workers) != 1:
+            raise ValueError("Dynamo RL currently supports exactly one inference worker")
+        return workers[0]["instance_id"], workers[0]["admin_base_url"]
+
+    async def wait_for_ready(self) -> None:
+        found = await self.discover()
+        assert await self.discover() == found
+        async with httpx.AsyncClient(verify=False, base_url=found[1]) as client:
+            (await client.get("/health")).raise_for_status()
+        self.pinned = found
+
+    async def update_weights(self, weight_dir: Path) -> None:
+        assert self.pinned is not None
+        assert await self.discover() == self.pinned, "Dynamo worker topology changed after initialization"
+        async with httpx.AsyncClient(verify=False, base_url=self.pinned[1], timeout=30) as client:
+            pause = {"mode": "keep", "clear_cache": "false"}
+            (await client.post("/pause", params=pause)).raise_for_status()
+            body = {
+                "method": "update_weights_from_path",
+                "timeout": 720.0,
+                "args": [weight_dir.as_posix()],
+                "kwargs": {},
+            }
+            response = (await client.post("/collective_rpc", json=body)).raise_for_status()
+            if response.json() != {"results": [None]}:
+                raise ValueError("Dynamo worker returned an invalid collective RPC response")
+            (await client.post("/resume")).raise_for_status()
+
+
+class SMG:
+    """smg's own Python client, `smg/rl`, 0bbe7c59: `RL.workers`, `Worker.from_json`. It must have each field here."""
+
+    FIELDS = (
+        *("id", "url", "base_url", "engine", "engine_version", "model_id", "worker_type", "connection_mode"),
+        *("tp_size", "dp_size", "pp_size", "dp_ranks", "role", "health", "weight_version", "labels", "capabilities"),
+    )
+
+    def __init__(self, base_url: str) -> None:
+        self._base_url = base_url.rstrip("/")
+
+    def workers(self) -> list[dict[str, Any]]:
+        response = HTTP.get(f"{self._base_url}/v1/rl/workers", headers={"accept": "application/json"})
+        payload = response.raise_for_status().json()
+        return [{name: worker[name] for name in self.FIELDS} for worker in payload["workers"]]
+
+
 class SkyRL:
     """SkyRL's delta transport, a9564572, `skyrl/backends/skyrl_train`.
 
@@ -92,7 +169,7 @@ class SkyRL:
     """
 
     def __init__(self, urls: Sequence[str], local_checkpoint_dir: Path) -> None:
-        self._urls, self._local = urls, local_checkpoint_dir
+        self.urls, self._local = urls, local_checkpoint_dir
         self.world_sizes: list[int] = []
 
     async def init_weight_update_communicator(self) -> None:
@@ -134,7 +211,7 @@ class SkyRL:
         self, endpoint: str, body: object = None, method: str = "POST", params: dict[str, str] | None = None
     ) -> list[Any]:
         async with httpx.AsyncClient(timeout=None, verify=False) as client:
-            calls = [client.request(method, f"{url}{endpoint}", json=body, params=params) for url in self._urls]
+            calls = [client.request(method, f"{url}{endpoint}", json=body, params=params) for url in self.urls]
             answers = []
             for response in await asyncio.gather(*calls):
                 answers.append(response.json() if int(response.headers.get("content-length", 0)) else None)
@@ -231,12 +308,12 @@ class Miles(Slime):
 
 
 class AReaL:
-    """AReaL, 4aef98d8d, with weights by disk.
+    """AReaL, cbff54d64, with weights by disk. For SGLang it pauses twice: what runs is aborted, then nothing may start.
 
     `areal/engine/fsdp_engine.py` (`_update_weights_from_disk`: the pause comes before the files are written),
     `areal/infra/remote_inf_engine.py` (`pause_generation`, `_update_weights_from_disk`, `clear_checkpoint_after_load`),
     `areal/infra/utils/http.py` (`arequest_with_retry`: any error is tried again, a 4xx too, three times in all), and
-    the routes of `areal/engine/sglang_remote.py` or `vllm_remote.py`.
+    the routes of `areal/engine/sglang_remote.py` (`get_pause_requests`) or `vllm_remote.py`.
     """
 
     def __init__(self, addresses: Sequence[str], *, vllm: bool = False) -> None:
@@ -251,7 +328,7 @@ class AReaL:
                 assert response.status_code == 200, response.text
 
     async def update_weights(self, directory: Path, save: Callable[[], object]) -> None:
-        await self._all(f"/{self._prefix}pause_generation", {})
+        await self._pause()
         save()
         if self._vllm:
             await self._all("/areal_update_weights", {"model_path": str(directory)})
@@ -263,7 +340,7 @@ class AReaL:
 
     async def update_adapter(self, name: str, version: int, directory: Path, save: Callable[[], object]) -> None:
         """1.0.4: `build_disk_weight_update_requests`; of SGLang's, the unload of an old version is at best effort."""
-        await self._all(f"/{self._prefix}pause_generation", {})
+        await self._pause()
         save()
         body = {"lora_name": f"{name}-v{version}", "lora_path": str(directory)}
         await self._all("/v1/load_lora_adapter" if self._vllm else "/load_lora_adapter", body)
@@ -272,6 +349,11 @@ class AReaL:
                 await self._all("/unload_lora_adapter", {"lora_name": f"{name}-v{version - 2}"})
         rmtree(directory, ignore_errors=True)
         await self._all(f"/{self._prefix}continue_generation", {})
+
+    async def _pause(self) -> None:
+        await self._all(f"/{self._prefix}pause_generation", {})
+        if not self._vllm:
+            await self._all("/pause_generation", {"mode": "in_place"})
 
     async def _all(self, endpoint: str, body: object) -> None:
         async with httpx.AsyncClient(timeout=3600, verify=False) as client:

@@ -10,14 +10,13 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
-import msgspec
 import pytest
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from controlplane.trainers.gateway import routes
 from controlplane.trainers.gateway.adapters import adapter_of, copy_adapter
-from controlplane.trainers.gateway.posts import Answer, Posts
+from controlplane.trainers.gateway.posts import Answer, Posts, status_of_sync
 from controlplane.trainers.gateway.routes import (
     AdapterPost,
     DeltaPost,
@@ -29,9 +28,10 @@ from controlplane.trainers.gateway.routes import (
     is_passed,
     read_request,
 )
-from schemas.commands import Checkpoint, EngineCommand
+from schemas.commands import Checkpoint, EngineCommand, WeightSync
+from schemas.desired import Desired
 from schemas.errors import CheckpointError
-from schemas.outcomes import Acted
+from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing
 from schemas.reports import AgentOutcome, Report, SyncReport
 from tests.waiting import until
 
@@ -134,6 +134,34 @@ pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 A, B = UpdatePost("a", "1"), UpdatePost("b", "2")
 
 
+REFUSED = Failed(ErrorKind.SOURCE_REFUSED, "it is another model")
+
+
+def sync_report(*loads: Conclusion, status: str = "aborted", version: int = 1) -> SyncReport:
+    """The report of a sync, with the conclusions of replica 0, 1 … at its load."""
+    outcomes = tuple(AgentOutcome(agent=f"{n}.0", conclusion=conclusion) for n, conclusion in enumerate(loads))
+    command = WeightSync(phase="load", version=version)
+    phase = Report(seq=1, origin=1, command=command, outcomes=outcomes)
+    loaded = (0, 1) if status == "committed" else ()
+    return SyncReport(version=version, status=status, loaded=loaded, quarantined=(), phases=(phase,))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("conclusions", "status"),
+    [
+        ([], 503),  # no agent has joined yet
+        ([Acted(calls=()), Missing("absent")], 503),
+        ([Missing("restarted"), Missing("engine_down"), Failed(ErrorKind.ENGINE_NOT_READY, "")], 503),
+        ([Missing("gone"), REFUSED], 409),
+        ([Missing("deadline")], 409),  # its engine may hang for ever
+    ],
+)
+def test_only_causes_that_pass_by_themselves_are_worth_another_attempt(
+    conclusions: list[Conclusion], status: int
+) -> None:
+    assert status_of_sync(sync_report(*conclusions)) == status
+
+
 class Plane:
     """The control plane of two replicas. A sync ends as, and when, a test says so."""
 
@@ -146,23 +174,22 @@ class Plane:
     def view(self) -> Any:
         joined = {f"{replica}.0": SimpleNamespace(joined=True) for replica in range(3)}
         return SimpleNamespace(
-            state=SimpleNamespace(members=joined, retired={}, adapters={}, syncs={}, run="run"),
+            state=SimpleNamespace(
+                members=joined, retired={}, adapters={}, syncs={}, run="run", default_desired=Desired()
+            ),
             has_committed=self.has_committed,
         )
 
-    def sync_weights(self, _: None, source: Checkpoint, *, in_flight: str, timeout: float) -> Any:
+    def sync_weights(self, _: None, source: Checkpoint, *, in_flight: str, timeout: float, quorum: None) -> Any:
         self.asked.append((source.path, in_flight))
         return self._report()
 
     async def _report(self) -> SyncReport:
         await self._ends.wait()
         self._ends, status = anyio.Event(), self._status
-        return msgspec.convert(
-            {"version": len(self.asked), "status": status, "loaded": [0, 1], "quarantined": [], "phases": []},
-            SyncReport,
-        )
+        return sync_report(*([REFUSED] if status == "aborted" else []), status=status, version=len(self.asked))
 
-    def sync_adapter(self, name: str, _: None, path: str, *, timeout: float) -> Any:
+    def sync_adapter(self, name: str, _: None, path: str, *, timeout: float, quorum: None) -> Any:
         self.asked.append((name, path.partition(".")[0]))
         return self._report()
 
@@ -185,7 +212,7 @@ class Trainer:
 
     def __init__(self, folder: Path, tasks: TaskGroup, replicas: int, moment_s: float) -> None:
         self.plane, self.folder, self.tasks = Plane(), folder, tasks
-        self.posts = Posts(self.plane, replicas, folder, 60.0, moment_s)  # type: ignore[arg-type]
+        self.posts = Posts(self.plane, replicas, folder, 60.0, moment_s, None)  # type: ignore[arg-type]
 
     def write(self, name: str, text: str) -> None:
         (self.folder / name).mkdir(exist_ok=True)
@@ -309,6 +336,23 @@ async def test_a_pause_is_acknowledged_and_its_mode_is_that_of_the_sync(tmp_path
         await one.end()
         assert await one.post(0, Plain.RESUME) and await one.post(0, Plain.RESUME)
         assert one.plane.commands == []
+
+
+async def test_of_several_pauses_the_strongest_is_that_of_the_sync_until_a_resume(tmp_path: Path) -> None:
+    """AReaL aborts what runs, and then holds the scheduler: what it aborts must not run on."""
+    async with trainer(tmp_path) as one:
+        for replica in (0, 1):
+            await one.post(replica, PausePost("abort"))
+            await one.post(replica, PausePost("keep"))
+        for weights in (A, B):
+            await one.post(0, weights)
+            await one.post(1, weights)
+            await one.end()
+            await one.post(0, PausePost("wait"))
+            await one.post(0, Plain.RESUME)
+            await one.post(0, PausePost("keep"))
+            await one.post(1, PausePost("wait"))
+        assert one.plane.asked == [("a", "abort"), ("b", "wait")]
 
 
 async def test_a_resume_or_a_flush_without_an_update_is_a_command(tmp_path: Path) -> None:

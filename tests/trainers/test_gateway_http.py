@@ -18,6 +18,7 @@ from controlplane.analysis.invariants import verify
 from controlplane.cli.gateway import gateway as command
 from controlplane.plane import ControlPlane
 from controlplane.record.log import RunLog
+from controlplane.trainers.gateway import service
 from controlplane.trainers.gateway.service import BODY_BYTES_MAX, Gateway
 from schemas.errors import AddressInUse, ConfigError, ExtraMissing
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
@@ -122,6 +123,19 @@ def test_what_a_server_says_of_itself_has_the_address_of_the_gateway_and_the_que
         assert (request.path, request.token) == ("/server_info?config_format=json", "of-the-engine")
 
 
+def test_a_server_is_asked_for_its_model_once_and_with_the_key_of_the_client(tmp_path: Path) -> None:
+    with (
+        HttpServer(lambda _: (200, {"data": [{"id": "m"}, {"id": "adapter"}]})) as engine,
+        gateway(tmp_path, engine.url) as served,
+    ):
+        for _ in range(2):
+            headers = {"authorization": "Bearer of-the-engine"}
+            (row,) = HTTP.get(f"{served.url}/v1/rl/workers", headers=headers).json()["workers"]
+            assert (row["model"], row["health"], row["error"]) == ("m", "not_ready", "no agent has joined there")
+        (request,) = engine.requests
+        assert (request.path, request.token) == ("/v1/models", "of-the-engine")
+
+
 def test_a_post_that_is_answered_here_is_bounded_and_must_be_json(tmp_path: Path, server: HttpServer) -> None:
     with gateway(tmp_path, server.url) as served:
         url = served.base_urls()[0]
@@ -202,6 +216,54 @@ def test_an_address_that_others_can_reach_needs_a_token_and_a_used_port_is_named
 def fleet(tmp_path: Path) -> Iterator[GatewayFleet]:
     with gateway_fleet(tmp_path, moment_s=0.05) as made:
         yield made
+
+
+def test_a_replica_whose_server_fails_request_after_request_gets_none_until_one_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agent reaches the engine, and the gateway does not."""
+    monkeypatch.setattr(service, "SUSPECT_S", 3600.0)
+    down = threading.Event()
+    with (
+        HttpServer(lambda request: None if down.is_set() else (200, request.body)) as server,
+        gateway_fleet(tmp_path, engines=[server.url, server.url]) as fleet,
+    ):
+
+        def ask() -> tuple[int, str]:
+            answer = HTTP.post(f"{fleet.urls[0]}/generate", json={})
+            return answer.status_code, answer.headers.get("retry-after", "")
+
+        def listed() -> list[str]:
+            return [worker["url"] for worker in HTTP.get(f"{fleet.gateway.url}/workers").json()["workers"]]
+
+        down.set()
+        assert [ask() for _ in range(4)] == [(502, "")] * 3 + [(503, "5")]
+        assert listed() == [fleet.urls[1]] and HTTP.get(f"{fleet.urls[0]}/health").status_code == 503
+        (row, _) = HTTP.get(f"{fleet.gateway.url}/v1/rl/workers").json()["workers"]
+        assert row["health"] == "not_ready"
+        monkeypatch.setattr(service, "SUSPECT_S", 0.0)  # the time is over: it is tried again
+        assert ask() == (502, "")
+        monkeypatch.setattr(service, "SUSPECT_S", 3600.0)
+        assert ask() == (503, "5")
+        monkeypatch.setattr(service, "SUSPECT_S", 0.0)
+        down.clear()
+        assert ask() == (200, "")
+        monkeypatch.setattr(service, "SUSPECT_S", 3600.0)
+        assert ask() == (200, "") and listed() == fleet.urls
+
+
+def test_clients_that_go_in_the_middle_of_a_request_make_no_replica_suspect(
+    fleet: GatewayFleet, server: HttpServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet.gateway = Gateway(fleet.plane, replicas=2, checkpoints=fleet.folder, engines=[server.url] * 2)
+    with on_a_thread(fleet.gateway.serve):
+        address = ("127.0.0.1", int(fleet.gateway.url.rpartition(":")[2]))
+        head = b"POST /replica/0/generate HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{"
+        for gone in range(1, 5):
+            with socket.create_connection(address) as client:
+                client.sendall(head)
+            wait_until(lambda: caplog.text.count("the client has gone") == gone)  # noqa: B023
+        assert HTTP.post(f"{fleet.urls[0]}/generate", json={}).status_code == 200
 
 
 def test_a_trainer_that_asks_one_replica_moves_the_whole_fleet(fleet: GatewayFleet) -> None:

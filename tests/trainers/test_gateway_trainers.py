@@ -1,19 +1,24 @@
 """The gateway, as five trainers use it: their own order, retries and status codes, over HTTP, against tiny engines."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import httpx
+import jsonschema
 import pytest
 
+from controlplane.trainers.gateway.service import Gateway
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
-from tests.trainers.gateway_fleet import GatewayFleet, digest_of, gateway_fleet
-from tests.trainers.posting_trainers import HTTP, AReaL, Miles, PrimeRL, SkyRL, Slime
+from tests.trainers.gateway_fleet import GatewayFleet, digest_of, gateway_fleet, on_a_thread
+from tests.trainers.posting_trainers import HTTP, SMG, AReaL, DynamoAdmin, Miles, PrimeRL, SkyRL, Slime
 from tests.waiting import until, wait_until
 
 MODEL = "policy"
+OPENAPI = json.loads(Path("docs/gateway-openapi.json").read_text())
 
 
 def engine(request: HttpRequest) -> Reply:
@@ -107,6 +112,130 @@ def test_prime_rl_over_nccl_is_refused_with_what_to_set(fleet: GatewayFleet) -> 
     assert "filesystem" in answer.json()["message"] and fleet.syncs() == []
 
 
+# --- what Dynamo and smg serve ----------------------------------------------------------------------------------------
+
+
+def test_prime_rl_finds_its_worker_as_in_a_dynamo_and_moves_the_whole_fleet_by_it(ports: GatewayFleet) -> None:
+    """It takes one worker only, so it is told to look below the URL of one replica. An update is the fleet's anyway."""
+    everywhere, trainer = DynamoAdmin(ports.gateway.url, MODEL), DynamoAdmin(f"{ports.urls[0]}/v1", MODEL)
+    with pytest.raises(ValueError, match="exactly one inference worker"):
+        asyncio.run(everywhere.discover())
+    asyncio.run(trainer.wait_for_ready())
+    assert trainer.pinned == (0, ports.urls[0])
+    for step in (1, 2):
+        asyncio.run(trainer.update_weights(ports.write(f"step_{step}", step)))
+        assert ports.digests() == [digest_of(step)] * 2
+    ports.stop_agent(0)  # its topology is pinned: a worker that left the list for a restart would end the run
+    wait_until(lambda: HTTP.get(f"{ports.urls[0]}/health").status_code == 503)
+    assert asyncio.run(trainer.discover()) == trainer.pinned
+
+
+def test_a_worker_is_not_ready_for_dynamos_clients_before_its_agent_has_joined(
+    tmp_path: Path, servers: list[HttpServer]
+) -> None:
+    with gateway_fleet(tmp_path, joined=1, engines=[servers[0].url] * 2, ports=True) as fleet:
+        trainer = DynamoAdmin(fleet.urls[1], MODEL)
+        with pytest.raises(LookupError, match="not ready"):
+            asyncio.run(trainer.discover())
+        fleet.start_agent(1)
+        wait_until(lambda: HTTP.get(f"{fleet.urls[1]}/health").status_code == 200)
+        asyncio.run(trainer.wait_for_ready())
+
+
+def test_a_server_that_does_not_answer_has_no_model_that_is_known(tmp_path: Path) -> None:
+    with (
+        gateway_fleet(tmp_path, replicas=1, engines=["http://127.0.0.1:9"], ports=True) as fleet,
+        pytest.raises(LookupError, match="no bound workers"),
+    ):
+        asyncio.run(DynamoAdmin(fleet.urls[0], MODEL).discover())
+
+
+def test_dynamos_clients_are_refused_weights_over_nccl_with_what_to_set(ports: GatewayFleet) -> None:
+    body = {"method": "init_broadcaster", "args": ["host", 1, 0, 1, 60, False, "default"]}
+    answer = HTTP.post(f"{ports.urls[0]}/collective_rpc", json=body)
+    assert answer.status_code == 400 and "filesystem" in answer.json()["message"]
+    probe = {"method": "liveness_probe", "timeout": 1.0, "args": [], "kwargs": {}}
+    assert HTTP.post(f"{ports.urls[0]}/collective_rpc", json=probe).json() == {"results": [None]}
+
+
+def test_smgs_client_reads_what_each_worker_is_and_an_epoch_that_grows_with_each_change(
+    tmp_path: Path, servers: list[HttpServer]
+) -> None:
+    with gateway_fleet(tmp_path, engines=[server.url for server in servers]) as fleet:
+        client = SMG(fleet.gateway.url)
+
+        def epoch() -> int:
+            return int(HTTP.get(f"{fleet.gateway.url}/v1/rl/workers").json()["membership_epoch"])
+
+        body = {"model_path": str(fleet.write("w", 1)), "weight_version": "70"}
+        for url in fleet.urls:
+            client_of = f"{url}/update_weights_from_disk"
+            Thread(target=HTTP.post, args=[client_of], kwargs={"json": body}).start()
+        wait_until(lambda: [worker["weight_version"] for worker in client.workers()] == ["70", "70"])
+        first, second = client.workers()
+        assert (first["id"], first["base_url"], first["model_id"]) == ("0", fleet.urls[0], MODEL)
+        assert (first["engine"], first["health"], first["worker_type"]) == ("tiny", "ready", "regular")
+        assert first["capabilities"]["update_from"] == ["disk"] and second["id"] == "1"
+
+        before = epoch()
+        assert epoch() == before
+        fleet.stop_agent(1)
+        wait_until(lambda: client.workers()[1]["health"] == "not_ready")
+        assert client.workers()[1]["weight_version"] is None
+        left = epoch()
+        fleet.start_agent(1)
+        wait_until(lambda: client.workers()[1]["health"] == "ready")
+        assert before < left < epoch()
+        fleet.stop_agent(1)
+        wait_until(lambda: client.workers()[1]["health"] == "not_ready")
+        fleet.plane.retire(1).wait()
+        assert [worker["id"] for worker in client.workers()] == ["0"]
+
+
+# --- the run's own route ----------------------------------------------------------------------------------------------
+
+
+def test_a_sync_is_one_request_with_a_verdict_for_each_worker_as_the_openapi_file_says(
+    tmp_path: Path, servers: list[HttpServer]
+) -> None:
+    roots = [tmp_path / "run", tmp_path / "run", tmp_path / "elsewhere"]
+    with gateway_fleet(tmp_path, replicas=3, engines=[servers[0].url] * 3, roots=roots) as fleet:
+        url = f"{fleet.gateway.url}/v1/rl/syncs"
+
+        def sync(directory: Path, **fields: str) -> httpx.Response:
+            answer = HTTP.post(url, json={"model_path": str(directory), "weight_version": "70", **fields})
+            expected = OPENAPI["paths"]["/v1/rl/syncs"]["post"]["responses"][str(answer.status_code)]
+            (content,) = expected["content"].values()
+            jsonschema.validate(answer.json(), {**content["schema"], "components": OPENAPI["components"]})
+            return answer
+
+        done = sync(fleet.write("step_1", 1), mode="keep")
+        assert (done.status_code, done.json()["status"], done.json()["version"]) == (200, "committed", 1)
+        verdicts = {worker: said["verdict"] for worker, said in done.json()["workers"].items()}
+        assert verdicts == {"0": "committed", "1": "committed", "2": "quarantined"}
+        assert "source_refused" in done.json()["workers"]["2"]["prepare"]
+        assert HTTP.get(f"{fleet.urls[0]}/get_weight_version").json() == {"weight_version": "70"}
+
+        aborted = sync(fleet.write("step_2", 2, hidden=32))
+        assert (aborted.status_code, aborted.json()["status"]) == (
+            409,
+            "aborted",
+        ) and "retry-after" not in aborted.headers
+        assert {said["verdict"] for said in aborted.json()["workers"].values()} == {"unchanged", "quarantined"}
+        assert sync(Path("/elsewhere")).status_code == 400 and sync(tmp_path / "run" / "none").status_code == 409
+        wait_until(lambda: fleet.plane.serving() == {0: 1, 1: 1})
+
+        fleet.stop_agent(0)
+        fleet.stop_agent(1)
+        fleet.stop_agent(2)
+        wait_until(lambda: not fleet.plane.serving())
+        away = sync(fleet.folder / "run" / "step_1")
+        assert away.status_code == 503 and away.headers["retry-after"]
+        workers = HTTP.get(f"{fleet.gateway.url}/v1/rl/workers").json()
+        (content,) = OPENAPI["paths"]["/v1/rl/workers"]["get"]["responses"]["200"]["content"].values()
+        jsonschema.validate(workers, {**content["schema"], "components": OPENAPI["components"]})
+
+
 # --- SkyRL ------------------------------------------------------------------------------------------------------------
 
 
@@ -127,6 +256,35 @@ def test_skyrl_fetches_deltas_on_its_engines_and_loads_them_by_a_sync(
         paths = [request.path for request in server.requests]
         assert paths == ["/get_world_size", "/init_weight_transfer_engine", *["/fetch_weights"] * 3]
     assert trainer.world_sizes == [1, 1]
+
+
+def test_a_restarted_gateway_goes_on_with_skyrls_delta_from_the_log(
+    fleet: GatewayFleet, servers: list[HttpServer]
+) -> None:
+    trainer = SkyRL(fleet.urls, fleet.folder / "run" / "local")
+    asyncio.run(trainer.init_weight_update_communicator())
+    fleet.write("local/weights", 1)
+    asyncio.run(trainer.send(1, "s3://bucket/run"))
+    engines = [server.url for server in servers]
+    again = Gateway(fleet.plane, replicas=2, checkpoints=fleet.folder / "run", engines=engines)
+    with on_a_thread(again.serve):
+        trainer.urls = again.base_urls()
+        fleet.write("local/weights", 2)
+        asyncio.run(trainer.send(2, "s3://bucket/run"))
+    assert fleet.syncs() == [("committed", (0, 1))] * 2 and fleet.digests() == [digest_of(2)] * 2
+
+
+def test_skyrls_client_finds_what_its_own_servers_answer(fleet: GatewayFleet, servers: list[HttpServer]) -> None:
+    """`tests/…/test_remote_inference_client.py`: the bodies that its control plane and its proxy are checked by."""
+    for url in fleet.urls:
+        paused = HTTP.post(f"{url}/pause", params={"mode": "keep", "clear_cache": "false"}).json()
+        assert (paused["status"], paused["mode"], paused["clear_cache"]) == ("paused", "keep", "false")
+        reset = HTTP.post(f"{url}/reset_prefix_cache", json={"reset_running_requests": True}).json()
+        assert (reset["status"], reset["body"]) == ("cache_reset", {"reset_running_requests": True})
+        assert HTTP.post(f"{url}/resume").json()["status"] == "resumed"
+    for path in ("/v1/chat/completions/render", "/finish_session"):
+        HTTP.post(f"{fleet.urls[1]}{path}", json={})
+        assert servers[1].requests[-1].path == path
 
 
 def test_skyrl_over_nccl_is_refused_before_it_begins(fleet: GatewayFleet, servers: list[HttpServer]) -> None:
@@ -174,6 +332,50 @@ def test_miles_pulls_on_its_engines_and_loads_the_local_checkpoint(
         trainer.reload(ports.folder / "deltas", str(version))
         assert ports.digests() == [digest_of(version)] * 2
     assert [request.path for request in servers[0].requests].count("/pull_weights") == 2
+
+
+def test_the_weights_checker_compares_what_engines_are_proven_to_hold(
+    tmp_path: Path, servers: list[HttpServer]
+) -> None:
+    """`--check-weight-update-equal` of slime and miles: the first update must bring what was launched."""
+    engines = [server.url for server in servers]
+
+    def check(fleet: GatewayFleet, action: str) -> httpx.Response:
+        return HTTP.post(f"{fleet.urls[0]}/weights_checker", json={"action": action})
+
+    with gateway_fleet(tmp_path, engines=engines, ports=True, digests="always") as fleet:
+        trainer = Slime(fleet.addresses)
+        assert check(fleet, "compare").status_code == 409  # with nothing
+        assert check(fleet, "snapshot").json()["success"] and check(fleet, "reset_tensors").json()["success"]
+        assert fleet.digests()[0] == digest_of(100)  # as it was launched: nothing was reset
+        trainer.reload(fleet.write("weight_v000001", 100), "1")
+        assert (same := check(fleet, "compare")).json()["success"], same.text
+        trainer.reload(fleet.write("weight_v000002", 2), "2")
+        other = check(fleet, "compare")
+        assert other.status_code == 409 and digest_of(2)[:12] in other.text and digest_of(100)[:12] in other.text
+        assert check(fleet, "checksum").status_code == 400
+        fleet.stop_agent(0)
+        wait_until(lambda: check(fleet, "compare").status_code == 503)
+
+
+def test_without_digests_the_weights_checker_says_that_it_does_not_know(ports: GatewayFleet) -> None:
+    Slime(ports.addresses).reload(ports.write("weight_v000001", 1), "1")
+    for action in ("snapshot", "compare"):
+        answer = HTTP.post(f"{ports.urls[0]}/weights_checker", json={"action": action})
+    assert answer.status_code == 409 and "--digests always" in answer.text
+
+
+def test_a_version_that_is_named_after_the_load_is_that_of_the_proven_weights(ports: GatewayFleet) -> None:
+    """miles, `update_weight_version`."""
+    body = {"new_version": "7", "abort_all_requests": False}
+    assert HTTP.post(f"{ports.urls[0]}/update_weight_version", json=body).json()["success"]
+    versions = [HTTP.get(f"{url}/get_weight_version").json() for url in ports.urls]
+    assert versions == [{"weight_version": "7"}] * 2  # of the weights of the launch
+    Slime(ports.addresses, ci_test=True).reload(ports.write("weight_v000008", 1), "8")
+    assert HTTP.get(f"{ports.urls[0]}/model_info").json()["weight_version"] == "8"
+    ports.stop_agent(0)
+    wait_until(lambda: HTTP.post(f"{ports.urls[0]}/update_weight_version", json=body).status_code == 503)
+    assert HTTP.get(f"{ports.urls[1]}/get_weight_version").json() == {"weight_version": "8"}
 
 
 # --- AReaL ------------------------------------------------------------------------------------------------------------
@@ -224,6 +426,38 @@ def test_a_replica_that_cannot_load_is_quarantined_and_the_trainer_goes_on(
         assert "quarantined" in HTTP.get(f"{fleet.urls[2]}/health").json()["message"]
         assert HTTP.post(f"{fleet.urls[2]}/generate", json={}).status_code == 503
         assert HTTP.post(f"{fleet.urls[1]}/generate", json={}).status_code == 200
+
+
+def test_a_cause_that_passes_is_tried_again_and_one_that_lasts_is_not(
+    tmp_path: Path, servers: list[HttpServer]
+) -> None:
+    """An agent that restarts, while both replicas must load; then a checkpoint of another shape."""
+    with gateway_fleet(tmp_path, engines=[server.url for server in servers], quorum=2, moment_s=0.05) as fleet:
+        body = {"weight_dir": str(fleet.write("step_1", 1))}
+        fleet.stop_agent(1)
+        wait_until(lambda: HTTP.get(f"{fleet.urls[1]}/health").status_code == 503)
+        away = HTTP.post(f"{fleet.urls[0]}/update_weights", json=body)
+        assert away.status_code == 503 and int(away.headers["retry-after"]) > 0 and "1.0: missing (absent" in away.text
+        assert HTTP.get(f"{fleet.urls[1]}/health").headers["retry-after"] == away.headers["retry-after"]
+        fleet.start_agent(1)
+        wait_until(lambda: len(fleet.plane.serving()) == 2)
+        trainer = PrimeRL(fleet.urls)
+        asyncio.run(trainer.update_weights(fleet.folder / "run" / "step_1"))
+        assert fleet.syncs() == [("aborted", ()), ("committed", (0, 1))]
+
+        body = {"weight_dir": str(fleet.write("step_2", 2, hidden=32))}
+        lasts = HTTP.post(f"{fleet.urls[0]}/update_weights", json=body)
+        assert lasts.status_code == 409 and "retry-after" not in lasts.headers and "source_refused" in lasts.text
+
+
+def test_with_a_quorum_of_one_a_fleet_of_two_goes_on_with_the_replica_that_can_load(
+    tmp_path: Path, servers: list[HttpServer]
+) -> None:
+    roots = [tmp_path / "run", tmp_path / "elsewhere"]
+    engines = [server.url for server in servers]
+    with gateway_fleet(tmp_path, engines=engines, roots=roots, quorum=1) as fleet:
+        asyncio.run(PrimeRL(fleet.urls).update_weights(fleet.write("step_1", 1)))
+        assert fleet.syncs() == [("committed", (0,))]
 
 
 def test_a_replica_that_comes_back_after_its_checkpoint_was_removed_waits_for_the_next_update(

@@ -1,6 +1,6 @@
 """Passes a request on to an engine, and its answer back, piece by piece: no body is ever held as a whole."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 import anyio
@@ -23,6 +23,10 @@ HOP_BY_HOP: Final = frozenset(
 """Headers of one connection, which say nothing about the next (RFC 9110, 7.6.1)."""
 
 
+class ClientGone(httpx.ReadError):
+    """A request could not be passed on as a whole. Nothing failed at the engine."""
+
+
 class ProxyResponse(Response):
     """The engine's own answer to a request. A request whose sender has gone is given up at the engine too.
 
@@ -33,6 +37,7 @@ class ProxyResponse(Response):
         body: What was read of it already, or what takes its place.
         authorization: Header for the engine, in place of the client's.
         keeps_authorization: The client's header is for the engine, and not for the gateway.
+        note: Told whether the engine began to answer, or failed.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class ProxyResponse(Response):
         body: bytes | None,
         authorization: str | None,
         keeps_authorization: bool,
+        note: Callable[[bool], None],
     ) -> None:
         self.background = None
         dropped = HOP_BY_HOP if keeps_authorization else HOP_BY_HOP | {b"authorization"}
@@ -52,7 +58,7 @@ class ProxyResponse(Response):
         headers = [(name, value) for name, value in request.headers.raw if name.lower() not in dropped]
         if authorization is not None:
             headers.append((b"authorization", authorization.encode()))
-        self._http, self._sent, self._started = http, anyio.Event(), False
+        self._http, self._sent, self._started, self._note = http, anyio.Event(), False, note
         streams = body is None and ("content-length" in request.headers or "transfer-encoding" in request.headers)
         if not streams:
             self._sent.set()
@@ -72,6 +78,8 @@ class ProxyResponse(Response):
         except* httpx.HTTPError as errors:
             (error, *_) = errors.exceptions
             url = self._request.url
+            if not isinstance(error, ClientGone):
+                self._note(False)
             logger.warning("%s %s: %s: %s", self._request.method, url, type(error).__name__, error)
             if not self._started:  # else the client sees that the answer is cut off
                 message = f"the engine at {url} did not answer: {type(error).__name__}: {error}"
@@ -82,6 +90,7 @@ class ProxyResponse(Response):
         try:
             headers = [(name, value) for name, value in answer.headers.raw if name.lower() not in HOP_BY_HOP]
             self._started = True
+            self._note(True)
             await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
             async for chunk in answer.aiter_raw():
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -94,7 +103,7 @@ class ProxyResponse(Response):
         while True:
             message = await receive()
             if message["type"] != "http.request":
-                raise httpx.ReadError("the client has gone")
+                raise ClientGone("the client has gone")
             if message.get("body"):
                 yield message["body"]
             if not message.get("more_body"):

@@ -11,7 +11,8 @@ Rule 3  Posts for other weights meanwhile are refused. If the sync has not begun
 Rule 4  A post that repeats one whose answer never arrived (its sender had gone) gets the answer of that sync. One whose
         answer did arrive is a new request.
 Rule 5  A pause is acknowledged and not performed: the sync pauses by itself, for as long as it takes. So a trainer
-        that ends after its pause leaves no engine paused. Its mode becomes the `in_flight` of the sync.
+        that ends after its pause leaves no engine paused. Its mode becomes the `in_flight` of the sync; of several
+        pauses, that of the strongest (AReaL aborts what runs, and then has SGLang's scheduler stop in place).
 Rule 6  A resume or a flush that belongs to an update is acknowledged, too. Alone, each is a command to that replica.
 Rule 7  Posts about an adapter are a set of their own, beside those of other adapters and of the weights. Rules 1 to 4
         hold for each. A version is synced from a copy, in a directory that no other version ever has.
@@ -27,22 +28,24 @@ from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from shutil import rmtree
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import anyio
 from anyio import to_thread
 
 from controlplane.bus.callers import PHASES
 from controlplane.machine.adapters import NAMES_MAX, live_versions, needed_paths
+from controlplane.machine.quorum import AWAY
 from controlplane.plane import ControlPlane
 from controlplane.tickets import Ticket
 from controlplane.trainers.gateway import routes
 from controlplane.trainers.gateway.adapters import FOLDER, adapter_of, copy_adapter, label_of
-from schemas.commands import Checkpoint, EngineCommand
+from schemas.commands import Checkpoint, EngineCommand, WeightSync, durable_source
 from schemas.errors import BusError, BusOverloaded, CheckpointError, RolloutctlError, SyncInProgress
-from schemas.formatting import format_replicas, is_trouble
-from schemas.identity import InFlight, identity_of
+from schemas.formatting import format_outcome, format_replicas, is_trouble
+from schemas.identity import InFlight, identity_of, replica_and_node
 from schemas.logs import logger_of
+from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing
 from schemas.reports import SyncReport
 from schemas.safetensors.reading import file_states
 
@@ -52,6 +55,8 @@ DELETE_S: Final = 2.0
 """Between two looks for copies of adapters that no replica needs."""
 LOOK_AGAIN_S: Final = 0.2
 """Between two looks at whether all replicas are known."""
+STRENGTH: Final[tuple[InFlight, ...]] = ("keep", "wait", "abort")
+"""What pauses do to running requests, the strongest last."""
 Answer = tuple[int, str]
 """A status and a message."""
 in_thread = partial(to_thread.run_sync, abandon_on_cancel=True)
@@ -91,6 +96,7 @@ class UpdateSet:
         self.asked, self.replicas = asked, set[int]()
         self.complete, self.begun = anyio.Event(), False
         self.ended, self.answer = anyio.Event(), (503, "the gateway ends")
+        self.report: SyncReport | None = None
         self.delivered = set[int]()
 
     def end(self, answer: Answer) -> None:
@@ -109,18 +115,24 @@ class Posts:
         root: Root of the checkpoints.
         timeout_s: For each phase of a sync.
         moment_s: How long the first update waits for those of the other replicas.
+        quorum: Of each sync, as in `ControlPlane.sync_weights`.
     """
 
-    def __init__(self, plane: ControlPlane, replicas: int, root: Path, timeout_s: float, moment_s: float) -> None:
+    def __init__(
+        self, plane: ControlPlane, replicas: int, root: Path, timeout_s: float, moment_s: float, quorum: int | None
+    ) -> None:
         self._plane, self._replicas, self._root = plane, range(replicas), root
         self._timeout_s, self._moment_s = timeout_s, moment_s
+        self._limits: dict[str, Any] = {"timeout": timeout_s, "quorum": quorum}
         self._current: dict[str, UpdateSet] = {}  # by adapter
         self._ended: dict[str, UpdateSet] = {}  # the newest that has its report, likewise
         self._taken = set[str]()  # copies of adapters whose syncs have not ended
         self._paused: dict[int, InFlight] = {}  # replicas that the trainer paused since the last sync, and how
         self._synced = set[int]()  # replicas that were in a sync since the trainer last paused them
         self._local = ""  # SkyRL's local checkpoint, once it is known
-        self._label, self._committed = "", 0  # of the weights committed last
+        self._label, self._labelled = "", -1  # of the weights named last, and their version
+        self._digests: dict[tuple[int, int], str] = {}  # of what replicas loaded for the newest commit, a version
+        self._snapshots: dict[int, str] = {}  # likewise, when the trainer last asked for a snapshot
         self._tasks: anyio.abc.TaskGroup
 
     async def serve(self) -> None:
@@ -144,7 +156,7 @@ class Posts:
         """
         match meaning:
             case routes.PausePost(mode):
-                self._paused[replica] = mode
+                self._paused[replica] = max(mode, self._paused.get(replica, mode), key=STRENGTH.index)
                 self._synced.discard(replica)
                 return 200, "the next sync pauses"
             case routes.Plain.RESUME:
@@ -159,7 +171,7 @@ class Posts:
             case routes.Plain.PART:
                 return 200, "a sync does this by itself"
             case routes.UpdatePost(path, label):
-                return await self._update(replica, await self._asked(path, label), is_disconnected)
+                return await self._update({replica}, await self._asked(path, label), is_disconnected)
             case routes.DeltaPost(label):
                 return await self._delta(replica, label, is_disconnected)
             case routes.AdapterPost(label, path):
@@ -167,9 +179,19 @@ class Posts:
                 if not path and label != name:
                     return self._unload_version(name, label)
                 asked = await self._asked(path, label, name) if path else Asked(path, label, name)
-                return await self._update(replica, asked, is_disconnected)
+                return await self._update({replica}, asked, is_disconnected)
+            case routes.VersionPost() | routes.CheckPost():
+                return self._of_proven(replica, meaning)
             case _:
                 raise TypeError(f"{meaning} is not answered here")
+
+    async def sync(self, post: routes.SyncPost, is_disconnected: IsDisconnected) -> tuple[Answer, SyncReport | None]:
+        """Sync as if all replicas had been asked. Returns the report too, if it came to one."""
+        asked = await self._asked(post.update.path, post.update.label)
+        self._paused = dict.fromkeys(self._replicas, post.mode)
+        answer = await self._update({*self._replicas}, asked, is_disconnected)
+        ended = self._ended.get("")
+        return answer, ended.report if ended is not None and ended.answer is answer else None
 
     def note_transfer(self, meaning: routes.TransferPost) -> None:
         """Note a post that the engine answers."""
@@ -177,8 +199,29 @@ class Posts:
 
     def label_of(self, replica: int) -> str:
         """Return the trainer's label of the weights that the replica serves; empty if they have none."""
-        serves_newest = self._committed and self._plane.serving().get(replica) == self._committed
-        return self._label if serves_newest else ""
+        return self._label if self._plane.serving().get(replica) == self._labelled else ""
+
+    def _of_proven(self, replica: int, meaning: routes.VersionPost | routes.CheckPost) -> Answer:
+        view = self._plane.view()
+        version = view.serving.get(replica)
+        if version is None:
+            return 503, f"replica {replica} is not proven to serve: {view.unfit(replica) or 'it is paused'}"
+        if isinstance(meaning, routes.VersionPost):
+            self._label, self._labelled = meaning.label, version
+            return 200, f"{meaning.label} is v{version} of the run"
+        if meaning.action == "reset_tensors":
+            return 200, "nothing was reset: engines serve on, and each load is proven by what they hold afterwards"
+        status = view.state.members[f"{replica}.0"].status
+        launched = status.digest if status is not None and status.version == version else None
+        digest = self._digests.get((replica, version)) or launched or ""
+        if meaning.action == "snapshot":
+            self._snapshots[replica] = digest
+            return 200, f"replica {replica} holds v{version}"
+        digests = [found.rpartition(":")[2][:12] for found in (digest, self._snapshots.get(replica, ""))]
+        if not all(digests):
+            return 409, f"the bytes that replica {replica} holds are not known: start its agent with --digests always"
+        equal = digest == self._snapshots[replica]
+        return 200 if equal else 409, f"replica {replica} holds {digests[0]}, and held {digests[1]} at the snapshot"
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
@@ -191,45 +234,51 @@ class Posts:
         return Asked(path, label, adapter, str(found))
 
     async def _delta(self, replica: int, label: str, is_disconnected: IsDisconnected) -> Answer:
-        local = self._local
+        local = self._local or self._committed_local()
         if not local:
             return 409, (
-                "this gateway has not seen /init_weight_transfer_engine, which names the local checkpoint: it was "
-                "started after the trainer. Start the trainer again"
+                "this gateway has not seen /init_weight_transfer_engine, which names the local checkpoint, and the log "
+                "has no update from one: it was started after the trainer. Start the trainer again"
             )
         written = await in_thread((self._root / local).exists)
         if not written and not self._plane.view().has_committed:  # what was launched is what is wanted
-            self._synced, self._label = set(self._replicas), label
+            self._synced, self._label, self._labelled = set(self._replicas), label, 0
             self._paused.clear()
             return 200, "no weight has changed since the engines were launched"
-        return await self._update(replica, await self._asked(local, label), is_disconnected)
+        return await self._update({replica}, await self._asked(local, label), is_disconnected)
 
-    async def _update(self, replica: int, asked: Asked, is_disconnected: IsDisconnected) -> Answer:
+    def _committed_local(self) -> str:
+        """SkyRL's local checkpoint, if the newest commit was from it."""
+        committed = self._plane.view().state.default_desired.committed
+        source = None if committed is None else durable_source(committed.source)
+        return source.path if source is not None and source.path.endswith(f"/{routes.LOCAL_WEIGHTS}") else ""
+
+    async def _update(self, replicas: set[int], asked: Asked, is_disconnected: IsDisconnected) -> Answer:
         current, ended = self._current.get(asked.adapter), self._ended.get(asked.adapter)
-        if current is None and ended is not None and ended.asked == asked and replica not in ended.delivered:
-            return await self._deliver(ended, replica, is_disconnected)
+        if current is None and ended is not None and ended.asked == asked and not replicas & ended.delivered:
+            return await self._deliver(ended, replicas, is_disconnected)
         if current is None:
             current = self._current[asked.adapter] = UpdateSet(asked)
             self._tasks.start_soon(self._sync, current)
         elif current.asked != asked and (current.begun or current.asked[:2] != asked[:2]):
-            return self._conflict(current, replica, asked)
+            return self._conflict(current, replicas, asked)
         current.asked = asked
-        current.replicas.add(replica)
+        current.replicas |= replicas
         if len(current.replicas) == len(self._replicas):
             current.complete.set()
         await current.ended.wait()
-        return await self._deliver(current, replica, is_disconnected)
+        return await self._deliver(current, replicas, is_disconnected)
 
-    async def _deliver(self, ended: UpdateSet, replica: int, is_disconnected: IsDisconnected) -> Answer:
+    async def _deliver(self, ended: UpdateSet, replicas: set[int], is_disconnected: IsDisconnected) -> Answer:
         if not await is_disconnected():
-            ended.delivered.add(replica)
+            ended.delivered |= replicas
         return ended.answer
 
-    def _conflict(self, current: UpdateSet, replica: int, asked: Asked) -> Answer:
+    def _conflict(self, current: UpdateSet, replicas: set[int], asked: Asked) -> Answer:
         rewritten = ", which was written again since then" if asked.path == current.asked.path else ""
         message = (
-            f"replica {replica} is asked for {asked.path or asked}{rewritten}, and replicas {sorted(current.replicas)} "
-            f"for {current.asked.path or current.asked}. The fleet moves together"
+            f"{format_replicas(replicas)} is asked for {asked.path or asked}{rewritten}, and "
+            f"{format_replicas(current.replicas)} for {current.asked.path or current.asked}. The fleet moves together"
         )
         if current.begun:
             return 503, f"{message}: that sync goes on, ask again when it has ended"
@@ -251,7 +300,7 @@ class Posts:
             await self._replicas_known()
             if asked.path:
                 report = await (self._sync_adapter(asked) if adapter else self._sync_weights(asked))
-                answer = (200 if report.status == "committed" else 409), str(report)
+                current.report, answer = report, (status_of_sync(report), str(report))
             else:
                 answer = 200, str(await self._plane.drop_adapter(adapter))
         except RolloutctlError as error:
@@ -268,17 +317,21 @@ class Posts:
         current.end(answer)
 
     async def _sync_weights(self, asked: Asked) -> SyncReport:
-        modes = list(self._paused.values())
         sync = partial(
             self._plane.sync_weights,
             None,
             Checkpoint(asked.path),
-            in_flight=modes[-1] if modes else "abort",
-            timeout=self._timeout_s,
+            in_flight=max(self._paused.values(), key=STRENGTH.index, default="abort"),
+            **self._limits,
         )
         report = await self._after_others(sync, asked)
         if report.status == "committed":
-            self._committed, self._label = report.version, asked.label
+            self._labelled, self._label = report.version, asked.label
+            self._digests = {
+                (identity_of(line.agent).replica, acted.version): acted.digest
+                for line in report.phases[-1].outcomes
+                if isinstance(acted := line.conclusion, Acted) and acted.version and acted.digest
+            }
         return report
 
     # --- adapters -----------------------------------------------------------------------------------------------------
@@ -288,7 +341,7 @@ class Posts:
         self._taken.add(place)
         try:
             await in_thread(copy_adapter, self._root, asked.path, place)
-            sync = partial(self._plane.sync_adapter, asked.adapter, None, place, timeout=self._timeout_s)
+            sync = partial(self._plane.sync_adapter, asked.adapter, None, place, **self._limits)
             return await self._after_others(sync, asked)
         finally:
             self._taken.discard(place)
@@ -355,3 +408,32 @@ class Posts:
 def status_of(error: RolloutctlError) -> int:
     """Return the status of an error: 409 for what another attempt won't change, 503 for what it may."""
     return 503 if isinstance(error, SyncInProgress | BusOverloaded | BusError) else 409
+
+
+def status_of_sync(report: SyncReport) -> int:
+    """Return the status of a sync that has ended: 503 if all that kept it from a commit passes by itself."""
+    if report.status == "committed":
+        return 200
+    conclusions = [line.conclusion for phase in report.phases for line in phase.outcomes]
+    passes = report.status == "aborted" and all(map(_passes, filter(is_trouble, conclusions)))
+    return 503 if passes else 409
+
+
+def verdicts(report: SyncReport) -> dict[str, dict[str, str]]:
+    """Return what became of each worker, and what it answered to each phase."""
+    workers: dict[int, dict[str, str]] = {}
+    for command, line in ((phase.command, line) for phase in report.phases for line in phase.outcomes):
+        place = replica_and_node(line.agent)
+        if place is not None and place[1] == 0 and isinstance(command, WeightSync):
+            workers.setdefault(place[0], {})[command.phase] = format_outcome(line.conclusion)
+    ends = {"committed": report.loaded, "quarantined": report.quarantined, "unproven": report.unproven}
+    return {
+        str(replica): {"verdict": next((end for end in ends if replica in ends[end]), "unchanged"), **phases}
+        for replica, phases in sorted(workers.items())
+    }
+
+
+def _passes(trouble: Conclusion) -> bool:
+    if isinstance(trouble, Missing):
+        return trouble.reason in AWAY
+    return isinstance(trouble, Failed) and trouble.error in (ErrorKind.ENGINE_NOT_READY, ErrorKind.ENGINE_BUSY)

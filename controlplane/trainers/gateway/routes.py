@@ -1,7 +1,7 @@
 """What a trainer's request to an engine means. One table of routes, for vLLM's, SGLang's and the trainers' own. Pure.
 
 The routes, and who posts them, were read in the sources of prime-rl (559b44772), SkyRL (a9564572), slime (624b824a8),
-miles (31f1ca961) and AReaL (4aef98d8d), those of adapters in SkyRL 0.4.0 and AReaL 1.0.4 too; docs/trainers has the
+miles (31f1ca961) and AReaL (cbff54d64), those of adapters in SkyRL 0.4.0 and AReaL 1.0.4 too; docs/trainers has the
 order in which each posts them. A route that is in no
 table is refused, and so is a request that a command can't express. A refusal is a 400: prime-rl tries a 5xx again up to
 ten times, and passes over a 404 in silence (`src/prime_rl/utils/client.py`).
@@ -35,7 +35,7 @@ class Plain(Enum):
     HEALTH = "is the replica fit to serve?"
     VERSION = "which weights does it serve? Their label takes the place of the engine's own number in its answer"
     INFO = "what kind of server is it? Its address is the gateway's: miles compares it with the one that it was given"
-    WORKERS = "which base URLs are there?"
+    DISCOVERY = "what kind of worker is this? As Dynamo and smg answer"
 
 
 class UpdatePost(Struct, frozen=True):
@@ -48,6 +48,13 @@ class UpdatePost(Struct, frozen=True):
 
     path: str
     label: str = ""
+
+
+class SyncPost(Struct, frozen=True):
+    """Bring the whole fleet to a checkpoint, and say what became of each worker."""
+
+    update: UpdatePost
+    mode: InFlight
 
 
 class DeltaPost(Struct, frozen=True):
@@ -74,13 +81,36 @@ class AdapterPost(Struct, frozen=True):
     path: str = ""
 
 
+class VersionPost(Struct, frozen=True):
+    """Name the weights that are served (miles)."""
+
+    label: str
+
+
+class CheckPost(Struct, frozen=True):
+    """Compare the weights with those at the snapshot (slime and miles)."""
+
+    action: Literal["snapshot", "reset_tensors", "compare"]
+
+
 class RefusedPost(Struct, frozen=True):
     """Nothing is done."""
 
     message: str
 
 
-Meaning = Plain | PausePost | UpdatePost | DeltaPost | TransferPost | AdapterPost | RefusedPost
+Meaning = (
+    Plain
+    | PausePost
+    | UpdatePost
+    | SyncPost
+    | DeltaPost
+    | TransferPost
+    | AdapterPost
+    | VersionPost
+    | CheckPost
+    | RefusedPost
+)
 
 Reader = Callable[[Fields, Sequence[str]], Meaning]
 """Reads the fields of a request, those of its query and of its JSON body. Raises ValueError with what is wrong."""
@@ -119,11 +149,15 @@ _MODES: Final[Mapping[object, InFlight]] = {
 }
 
 
-def _pause(fields: Fields, _: Sequence[str]) -> Meaning:
+def _pause(fields: Fields, _: Sequence[str]) -> PausePost:
     mode = fields.get("mode")
     if not isinstance(mode, str | None) or mode not in _MODES:
         raise ValueError(f"mode is {shown(mode)}, and must be abort, wait, keep, retract or in_place")
     return PausePost(_MODES[mode])
+
+
+def _sync(fields: Fields, roots: Sequence[str]) -> Meaning:
+    return SyncPost(_from_disk(fields, roots), _pause(fields, roots).mode)
 
 
 def _update(fields: Fields, roots: Sequence[str]) -> Meaning:
@@ -141,17 +175,34 @@ def _update(fields: Fields, roots: Sequence[str]) -> Meaning:
     return _from_disk(fields, roots)
 
 
-def _from_disk(fields: Fields, roots: Sequence[str]) -> Meaning:
+def _from_disk(fields: Fields, roots: Sequence[str]) -> UpdatePost:
     named = fields.get("model_path", fields.get("weight_dir"))
     if not isinstance(named, str):
         raise ValueError("no model_path or weight_dir names a checkpoint")
     if fields.get("load_format") not in (None, "auto"):
         raise ValueError(f"load_format is {shown(fields['load_format'])}, and a sync loads safetensors as they are")
-    given = fields.get("weight_version", "")
+    return UpdatePost(relative_path(named, roots), _label(fields, "weight_version"))
+
+
+def _label(fields: Fields, name: str) -> str:
+    given = fields.get(name, "")
     label = given if isinstance(given, str) else "" if given is None else shown(given)
     if len(label) > LABEL_MAX or not label.isprintable():
-        raise ValueError(f"weight_version is {shown(given)}, and may be one line of {LABEL_MAX} characters")
-    return UpdatePost(relative_path(named, roots), label)
+        raise ValueError(f"{name} is {shown(given)}, and may be one line of {LABEL_MAX} characters")
+    return label
+
+
+def _version(fields: Fields, _: Sequence[str]) -> Meaning:
+    return VersionPost(_label(fields, "new_version"))
+
+
+def _check(fields: Fields, _: Sequence[str]) -> Meaning:
+    match fields.get("action"):
+        case "snapshot" | "reset_tensors" | "compare" as action:
+            return CheckPost(action)
+        case other:
+            raise ValueError(f"the action is {shown(other)}, and must be snapshot, reset_tensors or compare: no agent "
+                             "has a checksum for each tensor")  # fmt: skip
 
 
 def _transfer(fields: Fields, roots: Sequence[str]) -> Meaning:
@@ -163,11 +214,15 @@ def _transfer(fields: Fields, roots: Sequence[str]) -> Meaning:
     return TransferPost(f"{relative_path(named, roots)}/{LOCAL_WEIGHTS}")
 
 
-def _rpc(fields: Fields, _: Sequence[str]) -> Meaning:
-    method = fields.get("method")
+def _rpc(fields: Fields, roots: Sequence[str]) -> Meaning:
+    """Read a call of the workers: SkyRL's, and those of prime-rl with a Dynamo."""
+    method, args = fields.get("method"), fields.get("args")
+    if method == LOAD and isinstance(args, list) and len(args) == 1:
+        return _update({"weight_dir": args[0]}, roots)
     if not isinstance(method, str) or method not in UPDATE_PARTS:
-        raise ValueError(f"the method is {shown(method)}; only {' and '.join(sorted(UPDATE_PARTS))} are allowed, which "
-                         "a sync does by itself. Set SkyRL's weight_sync_backend=delta")  # fmt: skip
+        raise ValueError(f"the method is {shown(method)}; only {LOAD} with a path is allowed, and what a sync does by "
+                         f"itself: {', '.join(sorted(UPDATE_PARTS))}. Set SkyRL's weight_sync_backend=delta, or "
+                         'prime-rl\'s weight_broadcast type to "filesystem"')  # fmt: skip
     return Plain.PART
 
 
@@ -227,7 +282,9 @@ _ADAPTER_IN_MEMORY: Final = (
     "trainer write it to a disk: docs/lora.md says which can (SkyRL by its lora.sync_mode=disk, AReaL by "
     "weight_update_mode=disk)"
 )
-UPDATE_PARTS: Final = frozenset({"skyrl_start_weight_update", "skyrl_finish_weight_update"})
+UPDATE_PARTS: Final = frozenset({"skyrl_start_weight_update", "skyrl_finish_weight_update", "liveness_probe"})
+LOAD: Final = "update_weights_from_path"
+"""prime-rl's method of vLLM's workers."""
 
 CONTROL: Final[Mapping[tuple[str, str], Reader | Plain]] = {
     **dict.fromkeys(_routes("POST /pause /pause_generation /areal_pause_generation"), _pause),
@@ -238,6 +295,8 @@ CONTROL: Final[Mapping[tuple[str, str], Reader | Plain]] = {
     **dict.fromkeys(_routes("POST /update_weights_from_disk /areal_update_weights"), _from_disk),
     **dict.fromkeys(_routes("POST /init_weight_transfer_engine"), _transfer),
     **dict.fromkeys(_routes("POST /collective_rpc"), _rpc),
+    **dict.fromkeys(_routes("POST /update_weight_version"), _version),
+    **dict.fromkeys(_routes("POST /weights_checker"), _check),
     **dict.fromkeys(
         _routes("POST /load_lora_adapter /v1/load_lora_adapter /skyrl/v1/load_lora_adapter"), _load_adapter
     ),
@@ -245,15 +304,19 @@ CONTROL: Final[Mapping[tuple[str, str], Reader | Plain]] = {
     **dict.fromkeys(_routes("GET /health /health_generate"), Plain.HEALTH),
     **dict.fromkeys(_routes("GET /get_weight_version /model_info /get_model_info"), Plain.VERSION),
     **dict.fromkeys(_routes("GET /server_info /get_server_info"), Plain.INFO),
-    **dict.fromkeys(_routes("GET /workers"), Plain.WORKERS),
+    **dict.fromkeys(_routes("POST /v1/rl/syncs"), _sync),
+    **dict.fromkeys(_routes("GET /v1/rl/workers"), Plain.DISCOVERY),
 }
 """Answered here, by commands and by what the bus knows."""
+
+DONE: Final = {"/pause": "paused", "/resume": "resumed", "/reset_prefix_cache": "cache_reset"}
+"""What SkyRL looks for in the `status` of an answer, beside what it sent."""
 
 GENERATION: Final = _routes(
     "POST /generate /v1/completions /v1/chat/completions /inference/v1/generate /skyrl/v1/generate"
 )
 PASSED: Final = (
-    _routes("POST /abort_request /tokenize /detokenize")
+    _routes("POST /abort_request /tokenize /detokenize /v1/chat/completions/render /finish_session")
     | _routes("POST /fetch_weights /pull_weights")  # files on the engine's host; no weights
     | _routes("GET /v1/models /get_world_size /version /metrics /get_load /v1/loads")
 )

@@ -6,7 +6,9 @@
 
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -21,11 +23,12 @@ from starlette.routing import Route
 
 from controlplane.bus.binding import warn_in_red
 from controlplane.plane import ControlPlane
-from controlplane.trainers.gateway import routes
+from controlplane.trainers.gateway import discovery, routes
 from controlplane.trainers.gateway.adapters import replica_that_holds, with_engine_names
 from controlplane.trainers.gateway.connections import REASON, BoundedServer, connections_within_limit
+from controlplane.trainers.gateway.discovery import Membership, worker_row, world_size
 from controlplane.trainers.gateway.passing import ProxyResponse
-from controlplane.trainers.gateway.posts import Posts, status_of
+from controlplane.trainers.gateway.posts import Posts, status_of, verdicts
 from schemas.errors import AddressInUse, ConfigError, RolloutctlError
 from schemas.formatting import printable
 from schemas.logs import logger_of
@@ -42,6 +45,13 @@ REASON_MAX: Final = 600
 """Characters of a message in the status line."""
 MOMENT_S: Final = 2.0
 """How long the first update waits for those of the other replicas."""
+MODEL_S: Final = 5.0
+"""Time for a server to name its model."""
+FAILURES_MAX: Final = 3
+SUSPECT_S: Final = 5.0
+"""For how long a replica gets no requests after that many of them failed in a row."""
+RETRY_AFTER_S: Final = "5"
+"""For what passes by itself, such as an agent that restarts."""
 NO_ENGINE: Final = (
     "{} is for the engine: start agents with `--url`, or the gateway with `--engine URL` for each replica"
 )
@@ -64,6 +74,7 @@ class Gateway:
         insecure: Allow an address that other machines can reach without a token.
         timeout_s: For each phase of a sync.
         moment_s: How long the first update waits for those of the other replicas.
+        quorum: Of each sync, as in `ControlPlane.sync_weights`.
 
     Raises:
         ConfigError: A value is wrong, or other machines could command the engines.
@@ -84,6 +95,7 @@ class Gateway:
         insecure: bool = False,
         timeout_s: float = 300.0,
         moment_s: float = MOMENT_S,
+        quorum: int | None = None,
     ) -> None:
         if engines and len(engines) != replicas:
             raise ConfigError(f"{len(engines)} engines are named, and there are {replicas} replicas: name one for each")
@@ -101,7 +113,7 @@ class Gateway:
         self._roots = tuple(dict.fromkeys((str(self._root), str(self._root.resolve()))))
         self._engines, self._engine_key = [url.rstrip("/") for url in engines], engine_key
         self._token = token
-        self._posts = Posts(plane, replicas, self._root, timeout_s, moment_s)
+        self._posts = Posts(plane, replicas, self._root, timeout_s, moment_s, quorum)
         more = range(1, replicas + 1 if ports else 1)
         self._sockets = _listen(host, [port, *(port + number if port else 0 for number in more)])
         listening.update(sock.getsockname()[1] for sock in self._sockets)  # until the process ends
@@ -113,6 +125,9 @@ class Gateway:
                 f"INSECURE: every program that can reach {self.url} can command the engines and load weights "
                 "into them. Give a token file instead of --insecure"
             )
+        self._models: dict[str, str] = {}  # by the URL of the engine
+        self._membership = Membership()
+        self._failures: dict[int, tuple[int, float]] = {}  # of passed requests in a row, and when the last one was
         self._http: httpx.AsyncClient
 
     # --- addresses ----------------------------------------------------------------------------------------------------
@@ -176,7 +191,10 @@ class Gateway:
         if "content-length" in request.headers and "transfer-encoding" in request.headers:
             return _json(400, "a request has Content-Length or Transfer-Encoding, and not both")
         try:
-            return await self._of_place(request, *self._place(request))
+            replica, path = self._place(request)
+            if replica is None:
+                return await self._of_gateway(request, path)
+            return await self._of_replica(request, replica, path)
         except RolloutctlError as error:  # the bus has ended
             return _json(status_of(error), str(error))
         except ClientDisconnect:
@@ -185,12 +203,19 @@ class Gateway:
             logger.exception("a request could not be answered")
             return _json(500, f"the gateway has failed, see its log: {type(error).__name__}")
 
-    async def _of_place(self, request: Request, replica: int | None, path: str) -> Response:
-        if replica is None:
-            if (request.method, path) == ("GET", "/workers"):
+    async def _of_gateway(self, request: Request, path: str) -> Response:
+        match request.method, path:
+            case "GET", "/workers":
                 return self._workers(request)
-            known = f"/workers, and the routes of an engine below {' '.join(self.base_urls(request.url.hostname))}"
-            return _json(400, f"{request.method} {path} is refused: it is about no replica. There are {known}")
+            case "GET", "/v1/rl/workers":
+                return await self._discovery(request, range(self._replicas))
+            case "POST", "/v1/rl/syncs":
+                return await self._of_replica(request, 0, path)  # whichever: it is about all of them
+        below = " ".join(self.base_urls(request.url.hostname))
+        known = f"/workers, /v1/rl/workers, /v1/rl/syncs, and the routes of an engine below {below}"
+        return _json(400, f"{request.method} {path} is refused: it is about no replica. There are {known}")
+
+    async def _of_replica(self, request: Request, replica: int, path: str) -> Response:
         passed = routes.is_passed(request.method, path)
         try:
             if passed is not None:
@@ -199,36 +224,92 @@ class Gateway:
         except ValueError as error:
             status = 413 if isinstance(error, BodyTooLarge) else 400
             return _json(status, f"{request.method} {path} is refused: {error}")
+        return await self._respond(request, replica, path, body, fields)
+
+    async def _respond(
+        self, request: Request, replica: int, path: str, body: bytes, fields: dict[str, object]
+    ) -> Response:
         meaning = routes.read_request(request.method, path, fields, self._roots)
         match meaning:
             case routes.RefusedPost(message):
                 logger.warning("replica %d: %s", replica, message)
                 return _json(400, message)
-            case routes.Plain.WORKERS:
-                return self._workers(request)
+            case routes.Plain.DISCOVERY:
+                return await self._discovery(request, [replica])
+            case routes.Plain.HEALTH if reason := self._unfit(replica):
+                return _json(503, f"replica {replica} does not serve: {reason}")
+            case routes.Plain.HEALTH if not self._engine(replica):
+                return _json(200, "it serves")
             case routes.Plain.HEALTH:
-                if reason := self._plane.view().unfit(replica):
-                    return _json(503, f"replica {replica} does not serve: {reason}")
-                there = self._engine(replica)
-                return self._pass_on(request, replica, path, body=body) if there else _json(200, "it serves")
+                return self._pass_on(request, replica, path, body=body)
             case routes.Plain.VERSION:
                 return await self._version_of(request, replica, path)
             case routes.Plain.INFO:
                 url = request.url
                 address = {"host": url.netloc.removesuffix(f":{url.port}"), "port": url.port or 80}
                 return await self._answer_with(request, replica, path, address)
+            case routes.SyncPost():
+                return await self._sync(request, meaning)
             case routes.TransferPost():
                 self._posts.note_transfer(meaning)
                 return self._pass_on(request, replica, path, body=body)
-            case _:
-                return _json(*await self._posts.answer(replica, meaning, request.is_disconnected))
+        status, message = await self._posts.answer(replica, meaning, request.is_disconnected)
+        if status == 200 and path == "/collective_rpc":  # prime-rl compares the whole answer
+            return JSONResponse({"results": [None] * (world_size(self._plane.view(), replica) or 1)})
+        more = {**fields, "status": routes.DONE[path], "body": fields} if path in routes.DONE else {}
+        return _json(status, message, more)
+
+    async def _sync(self, request: Request, post: routes.SyncPost) -> Response:
+        answer, report = await self._posts.sync(post, request.is_disconnected)
+        if report is None:
+            return _json(*answer)
+        return _json(*answer, {"status": report.status, "version": report.version, "workers": verdicts(report)})
+
+    def _unfit(self, replica: int) -> str:
+        """Why a replica gets no requests; empty if it gets them."""
+        failed, tried_s = self._failures.get(replica, (0, 0.0))
+        if reason := self._plane.view().unfit(replica):
+            return reason
+        suspect = failed >= FAILURES_MAX and anyio.current_time() - tried_s < SUSPECT_S
+        return f"its server failed {failed} requests in a row, as seen from here" if suspect else ""
+
+    def _note(self, replica: int, answered: bool) -> None:
+        """Count what its server failed in a row."""
+        failed, _ = self._failures.pop(replica, (0, 0.0))
+        if not answered:
+            self._failures[replica] = failed + 1, anyio.current_time()
 
     def _workers(self, request: Request) -> Response:
         """The base URLs of the replicas that may get requests."""
         urls = enumerate(self.base_urls(request.url.hostname))
-        return JSONResponse(
-            {"workers": [{"url": url} for replica, url in urls if not self._plane.view().unfit(replica)]}
-        )
+        return JSONResponse({"workers": [{"url": url} for replica, url in urls if not self._unfit(replica)]})
+
+    async def _discovery(self, request: Request, replicas: Sequence[int]) -> Response:
+        async with anyio.create_task_group() as tasks:
+            for replica in replicas:
+                if self._engine(replica) not in self._models:
+                    tasks.start_soon(self._find_model, request, replica)
+        view, urls = self._plane.view(), self.base_urls(request.url.hostname)
+        self._membership = self._membership.now(view)
+        rows = [
+            worker_row(
+                view,
+                replica,
+                urls[replica],
+                self._models.get(self._engine(replica)),
+                None if self._unfit(replica) else self._version(replica),
+            )
+            for replica in replicas
+            if f"{replica}.0" not in view.state.retired
+        ]
+        head = {"protocol_version": discovery.VERSION, "namespace": discovery.NAMESPACE}
+        return JSONResponse({**head, "workers": rows, "total": len(rows), "membership_epoch": self._membership.epoch})
+
+    async def _find_model(self, request: Request, replica: int) -> None:
+        """Learn the name that its server has for its model. It is kept, for when the server is down."""
+        with suppress(httpx.HTTPError, ValueError, TypeError, LookupError):
+            found = await self._get(request, replica, "/v1/models", MODEL_S)
+            self._models[self._engine(replica)] = str(found.json()["data"][0]["id"])
 
     # --- the engine's own answers -------------------------------------------------------------------------------------
 
@@ -247,12 +328,13 @@ class Gateway:
             body=body,
             authorization=f"Bearer {key}" if key else None,
             keeps_authorization=key is None and self._token is None,
+            note=partial(self._note, replica),
         )
 
     async def _pass_on_as_named(self, request: Request, replica: int, path: str, *, generates: bool) -> Response:
         """Pass a request on; one for tokens with the engines' names of adapters, to a replica that holds them."""
         view, engine = self._plane.view(), self._engine(replica)
-        if generates and (reason := view.unfit(replica)):
+        if generates and (reason := self._unfit(replica)):
             return _json(503, f"replica {replica} answers no requests: {reason}")
         if not (generates and engine and view.state.adapters):
             return self._pass_on(request, replica, path)
@@ -271,27 +353,34 @@ class Gateway:
 
         SGLang 0.5.23 has no `/get_weight_version` any more, so it is not asked for it.
         """
-        serving, label = self._plane.serving().get(replica), self._posts.label_of(replica)
-        known: dict[str, object] = {"weight_version": label} if label else {}
-        if not self._engine(replica) or (known and path == "/get_weight_version"):
-            return JSONResponse({"weight_version": "unknown" if serving is None else str(serving), **known})
-        return await self._answer_with(request, replica, path, known)
+        label = self._posts.label_of(replica)
+        if not self._engine(replica) or (label and path == "/get_weight_version"):
+            return JSONResponse({"weight_version": self._version(replica)})
+        return await self._answer_with(request, replica, path, {"weight_version": label} if label else {})
+
+    def _version(self, replica: int) -> str:
+        """The trainer's label of the weights that a replica serves, else the number of the run."""
+        return self._posts.label_of(replica) or str(self._plane.serving().get(replica, "unknown"))
 
     async def _answer_with(self, request: Request, replica: int, path: str, known: dict[str, object]) -> Response:
         """The engine's answer with what is known better here."""
-        if not (engine := self._engine(replica)):
+        if not self._engine(replica):
             return _json(400, NO_ENGINE.format(path))
-        given = request.headers.get("authorization") if self._token is None else None
-        authorization = f"Bearer {self._engine_key}" if self._engine_key else given
-        headers = {"authorization": authorization} if authorization else {}
-        url = httpx.URL(f"{engine}{path}", query=request.scope["query_string"] or None)
         try:
-            found = await self._http.get(url, headers=headers, timeout=30.0)
+            found = await self._get(request, replica, path, 30.0)
             if found.status_code != 200:
                 return Response(found.content, found.status_code, media_type=found.headers.get("content-type"))
             return JSONResponse({**found.json(), **known})
         except (httpx.HTTPError, ValueError, TypeError) as error:
             return _json(502, f"the engine of replica {replica} did not answer {path}: {error}")
+
+    async def _get(self, request: Request, replica: int, path: str, timeout_s: float) -> httpx.Response:
+        """Ask an engine, with the query and the key that a request passed on to it would have."""
+        given = request.headers.get("authorization") if self._token is None else None
+        authorization = f"Bearer {self._engine_key}" if self._engine_key else given
+        url = httpx.URL(f"{self._engine(replica)}{path}", query=request.scope["query_string"] or None)
+        headers = {"authorization": authorization} if authorization else {}
+        return await self._http.get(url, headers=headers, timeout=timeout_s)
 
 
 async def _serve_shielded(server: BoundedServer, sockets: list[socket.socket]) -> None:
@@ -356,11 +445,12 @@ async def _body(request: Request, bytes_max: int) -> bytes:
     return bytes(body)
 
 
-def _json(status: int, message: str) -> Response:
+def _json(status: int, message: str, more: Mapping[str, object] = {}) -> Response:
     """An answer that says why in all places where a client may look: SkyRL shows `error.message` alone."""
     message = printable(message)
-    content: dict[str, object] = {"success": status == 200, "message": message}
+    content: dict[str, object] = {**more, "success": status == 200, "message": message}
     if status == 200:
         return JSONResponse(content)
     reason = " ".join(message.split())[:REASON_MAX].rstrip().encode("ascii", "replace").decode()
-    return JSONResponse({**content, "error": {"message": message, "code": status}}, status, {REASON.decode(): reason})
+    headers = {REASON.decode(): reason} | ({"retry-after": RETRY_AFTER_S} if status == 503 else {})
+    return JSONResponse({**content, "error": {"message": message, "code": status}}, status, headers)
