@@ -48,8 +48,8 @@ PURE_MAY_IMPORT = {
 
 IMPURE_CALLS = {"open", "input", "hash", "id", "vars", "globals", "locals"}
 
-COMPOSITION_ROOTS = {("controlplane", "cli"), ("controlplane", "trainers")}
-"""What sees both sides: the command line, and the doors of trainers."""
+COMPOSITION_ROOTS = {("controlplane", "cli"), ("controlplane", "trainers"), ("controlplane", "simulate")}
+"""What sees both sides: the command line, the doors of trainers, and the simulator, which runs both machines."""
 
 HEAVY = {
     *("torch", "torch_npu", "numpy", "safetensors", "ray", "sglang", "vllm", "aiohttp", "httpcore", "httpx"),
