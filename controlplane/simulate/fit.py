@@ -1,6 +1,6 @@
 """Fits the model of a fleet to a recorded run: what was measured there is what is drawn from."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final
 
@@ -44,6 +44,13 @@ def fit(entries: Iterable[LogItem]) -> tuple[Tree, RunCosts]:
     return fitted.tree(), fitted.costs.finish()
 
 
+class _Series(defaultdict[str, defaultdict[str, list[float]]]):
+    """Values by call and agent, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: defaultdict(list))
+
+
 class _Fitted:
     def __init__(self) -> None:
         self.costs = CostCounter()
@@ -52,8 +59,7 @@ class _Fitted:
         self._policy: Tree = {}
         self._timeout_ms = 0  # after which a silent agent is lost
         self._engine = ""
-        self._calls: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        self._faults: Counter[str] = Counter()
+        self._calls, self._failed, self._refused = _Series(), _Series(), _Series()
         self._steps: list[float] = []
         self._ended_us: int | None = None  # the last sync
         self._lost: dict[str, tuple[int, str]] = {}  # by agent: when it was lost (µs), and its incarnation
@@ -144,7 +150,9 @@ class _Fitted:
         elif isinstance(event, events.EngineReturned) and before.activity is not None:
             call = _AS_MODELLED.get(name_of := call_name(before.activity.calls[0]), name_of)
             self._calls[call][name].append(max(0, event.at_ms - before.activity.since_ms) / 1000)
-            self._faults[call] += isinstance(event.result, events.Fault)
+            kind = event.result.kind if isinstance(event.result, events.Fault) else ""
+            self._failed[call][name].append(float(kind in ("engine_error", "unanswered")))
+            self._refused[call][name].append(float(kind not in ("", "engine_error", "unanswered")))
         for effect in effects:
             if isinstance(effect, events.Answer) and (name, effect.seq) in self._received_ms:
                 self._worked_ms[name, effect.seq] = event.at_ms - self._received_ms.pop((name, effect.seq))
@@ -166,10 +174,7 @@ class _Fitted:
             raise ConfigError("the log has no sync that has ended: there is nothing to fit a model to")
         primaries = [place for place in self._places.values() if place.role == ROLLOUT and not place.node_rank]
         replica_hours = max(costs.hours, 1e-9) * len(primaries)
-        made = {call: sum(map(len, by_agent.values())) for call, by_agent in self._calls.items()}
-        failures: Tree = {
-            "calls": {call: count / made[call] for call, count in self._faults.items() if count and call in _MODELLED}
-        }
+        failures: Tree = {"calls": _in_order(self._failed), "refused": _in_order(self._refused)}
         for kind, seconds in self._away.items():
             failures |= {f"{kind}_per_hour": len(seconds) / replica_hours, f"{kind}_s": _quantiles(seconds)}
         delays = [
@@ -187,14 +192,19 @@ class _Fitted:
                 "gpus": primaries[0].gpus_per_node,
                 "engine": next((kind for kind in KINDS if kind in self._engine), KINDS[0]),
             },
-            "calls": {
-                call: [by_agent[name][-SAMPLES_MAX:] for name in sorted(by_agent, key=agent_order)]
-                for call, by_agent in self._calls.items()
-                if call in _MODELLED
-            },
+            "calls": _in_order(self._calls),
             "failures": failures,
             "policy": self._policy,
         }
+
+
+def _in_order(calls: _Series) -> Tree:
+    """Return the values of each modelled call, replica by replica."""
+    return {
+        call: [by_agent[name][-SAMPLES_MAX:] for name in sorted(by_agent, key=agent_order)]
+        for call, by_agent in calls.items()
+        if call in _MODELLED
+    }
 
 
 def _quantiles(values: list[float]) -> list[float]:

@@ -86,6 +86,10 @@ class FleetSize(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine: Kind = "vllm"
 
 
+Chance = Annotated[
+    Share | Annotated[tuple[Annotated[tuple[Share, ...], Meta(min_length=1)], ...], Meta(min_length=1)],
+    Meta(description="a number from 0 to 1, or lists of them"),
+]
 _CALLS: Final = (
     *("check_source", "pause", "load", "restore", "flush", "resume", "observe"),
     *("check_adapter", "load_adapter", "unload_adapter"),
@@ -95,7 +99,7 @@ CallTimes = defstruct(
     "CallTimes", [(call, Duration, 0.0) for call in _CALLS], module=__name__, frozen=True, forbid_unknown_fields=True
 )
 CallFailures = defstruct(
-    "CallFailures", [(call, Share, 0.0) for call in _CALLS], module=__name__, frozen=True, forbid_unknown_fields=True
+    "CallFailures", [(call, Chance, 0.0) for call in _CALLS], module=__name__, frozen=True, forbid_unknown_fields=True
 )
 
 
@@ -107,7 +111,8 @@ class Failures(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         agent_per_hour: Its agent dies, and is back after `agent_s`.
         cut_per_hour: Its agent is cut off from the bus for `cut_s`.
         trainer_per_hour: The trainer dies, with its bus, and is back after `trainer_s`; of the fleet, not each replica.
-        calls: Share of the engine calls that fail.
+        calls: Share of the engine calls that fail. After a load that failed, the engine has to load again.
+        refused: Share of them that are refused: the engine is as it was.
     """
 
     engine_per_hour: PerHour = 0.0
@@ -119,6 +124,7 @@ class Failures(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     trainer_per_hour: PerHour = 0.0
     trainer_s: Duration = 300.0
     calls: CallFailures = CallFailures()  # type: ignore[valid-type]
+    refused: CallFailures = CallFailures()  # type: ignore[valid-type]
 
 
 class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

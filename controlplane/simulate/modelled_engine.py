@@ -84,13 +84,13 @@ class ModelledEngine:
         )
         return reported(self.kind, state, self._paused)
 
-    def carry_out(self, call: events.Call, failed: bool = False) -> None:
-        """Do what a call asks; after a load that failed, nothing is known of the weights."""
-        match call:
-            case events.Load() | events.Restore() if failed:
+    def carry_out(self, call: events.Call, result: events.Returned | events.Fault) -> None:
+        """Do what a call with this result does. After a load that failed, nothing is known of the weights."""
+        if isinstance(result, events.Fault):
+            if isinstance(call, events.Load | events.Restore) and result.kind != "refused":
                 self._version, self._label = 0, "torn"
-            case _ if failed:
-                pass
+            return
+        match call:
             case events.Pause():
                 self._paused = True
             case events.Resume():

@@ -16,7 +16,7 @@ from controlplane.machine import coordinator
 from controlplane.machine import events as bus_events
 from controlplane.machine.coordinator_state import CoordinatorState
 from controlplane.simulate.costs import CostCounter, RunCosts
-from controlplane.simulate.fleet_model import Duration, FleetModel, drawn
+from controlplane.simulate.fleet_model import Chance, Duration, FleetModel, drawn
 from controlplane.simulate.modelled_engine import ModelledEngine
 from controlplane.simulate.virtual_clock import VirtualClock
 from schemas import events, wire
@@ -34,6 +34,7 @@ SECOND: Final = 1_000_000
 """Of the clock, which counts in µs."""
 AGAIN_US: Final = SECOND
 """Until an agent that was turned away says hello again, and until one has seen what became of its engine."""
+WEEK_US: Final = 7 * 24 * 3600 * SECOND
 TURN_US: Final = 200
 """Between two turns of the bus."""
 NO_ENGINE: Final = events.Observation(engine="modelled", tokenizer="absent")
@@ -43,23 +44,23 @@ def simulate(model: FleetModel) -> RunCosts:
     """Run the fleet of a model, and return what that cost.
 
     Raises:
-        ConfigError: The coordinator refuses such a sync.
+        ConfigError: The coordinator refuses such a sync, or there are next to none.
     """
-    return _Simulation(model).run()
+    return Simulation(model).run()
 
 
-class _Simulation:
+class Simulation:
     """One run. Until all agents have joined, its trainer waits."""
 
     def __init__(self, model: FleetModel) -> None:
         self.model, self.clock, self.costs = model, VirtualClock(), CostCounter()
         self._luck: dict[tuple[str, str], Random] = {}
-        self._times: dict[tuple[str, str], Iterator[float]] = {}
-        self.bus = _Bus(self)
+        self._values: dict[tuple[str, str], Iterator[float]] = {}
+        self.bus = SimulatedBus(self)
         size = model.fleet
         places = [(replica, node) for replica in range(size.replicas) for node in range(size.nodes)]
         agents = (
-            _Agent(self, Identity(replica=replica, node_rank=node, nnodes=size.nodes, gpus_per_node=size.gpus))
+            SimulatedAgent(self, Identity(replica=replica, node_rank=node, nnodes=size.nodes, gpus_per_node=size.gpus))
             for replica, node in places
         )
         self.agents = {agent.name: agent for agent in agents}
@@ -71,6 +72,8 @@ class _Simulation:
             agent.plan_failures()
         while self.costs.syncs < self.model.steps:
             self.clock.step()
+            if self.clock.now > WEEK_US * (self.costs.syncs + 1):
+                raise ConfigError(f"after {self.costs.syncs} syncs there is less than one a week: it fails too often")
         return self.costs.finish()
 
     def luck(self, place: str, what: str) -> Random:
@@ -84,11 +87,18 @@ class _Simulation:
         self.clock.at(self.drawn_us(duration, place, what), act, *args)
 
     def drawn_us(self, duration: Duration, place: str, what: str) -> int:
-        if isinstance(duration, float | int):
-            return round(duration * SECOND)
-        if (place, what) not in self._times:
-            self._times[place, what] = drawn(duration, self.luck(place, what), int(place.partition(".")[0] or 0))
-        return round(next(self._times[place, what]) * SECOND)
+        return round(self._drawn(duration, place, what) * SECOND)
+
+    def happens(self, chance: Chance, place: str, what: str) -> bool:
+        share = self._drawn(chance, place, what)
+        return share > 0 and self.luck(place, f"{what} happens").random() < share
+
+    def _drawn(self, values: Duration, place: str, what: str) -> float:
+        if isinstance(values, float | int):
+            return values
+        if (place, what) not in self._values:
+            self._values[place, what] = drawn(values, self.luck(place, what), int(place.partition(".")[0] or 0))
+        return next(self._values[place, what])
 
     def fail(self, per_hour: float, place: str, what: str, act: Callable[[], None]) -> None:
         """Have something happen at random, again and again."""
@@ -101,10 +111,10 @@ class _Simulation:
         act()
 
 
-class _Agent:
+class SimulatedAgent:
     """An agent, and the engine beside it if it is the first of its replica. Its journal keeps `state`."""
 
-    def __init__(self, run: _Simulation, identity: Identity) -> None:
+    def __init__(self, run: Simulation, identity: Identity) -> None:
         self.run, self.model, self.clock, self.identity = run, run.model, run.clock, identity
         self.name = identity.agent
         self.engine = None if identity.node_rank else ModelledEngine(run.model.fleet.engine)
@@ -138,13 +148,9 @@ class _Agent:
     def _die(self) -> None:
         """The call in flight is carried out all the same, or not."""
         if self.alive:
-            if (
-                self._call_id
-                and self.engine
-                and self.state.activity
-                and self.run.luck(self.name, "dies").random() < 0.5
-            ):
-                self.engine.carry_out(self.state.activity.calls[0])
+            engine, calls = self.engine, self.state.activity.calls if self.state.activity is not None else ()
+            if engine is not None and calls and self.run.luck(self.name, "dies").random() < 0.5:
+                engine.carry_out(calls[0], events.Returned())
             self.alive, self._call_id = False, 0
             self.lose_bus()
             self.run.after(self.model.failures.agent_s, self.name, "agent back", self.begin)
@@ -223,15 +229,16 @@ class _Agent:
                 self.clock.at(0, self.begin)
 
     def _call(self, call_id: int, call: events.Call) -> None:
-        self._call_id, name = call_id, call_name(call)
+        self._call_id, name, failures = call_id, call_name(call), self.model.failures
         result: events.Returned | events.Fault = events.Returned()
         took_us = self.run.drawn_us(getattr(self.model.calls, name, 0.0), self.name, name)
-        share = getattr(self.model.failures.calls, name, 0.0)
         if self.engine is None or not self.engine.ready:
             result, took_us = events.Fault("engine_error", "the engine does not answer."), 1000
-        elif share and self.run.luck(self.name, f"{name} fails").random() < share:
-            refused = isinstance(call, events.CheckSource | events.CheckAdapter)
-            result = events.Fault("source_refused" if refused else "engine_error", "it failed, as modelled.")
+        elif self.run.happens(getattr(failures.refused, name, 0.0), self.name, f"{name} refused"):
+            checks = isinstance(call, events.CheckSource | events.CheckAdapter)
+            result = events.Fault("source_refused" if checks else "refused", "it is refused, as modelled.")
+        elif self.run.happens(getattr(failures.calls, name, 0.0), self.name, f"{name} fails"):
+            result = events.Fault("engine_error", "it fails, as modelled.")
         elif isinstance(call, events.Pause) and call.mode == "wait":
             took_us += self.run.drawn_us(self.model.requests, self.name, "requests")
         self.clock.at(took_us, self._return, call_id, result, call)
@@ -242,7 +249,7 @@ class _Agent:
             return
         self._call_id, seen = 0, None
         if self.engine is not None and call is not None:
-            self.engine.carry_out(call, failed=isinstance(result, events.Fault))
+            self.engine.carry_out(call, result)
         if self.engine is not None and (type(call) not in SHOWS_NOTHING or isinstance(result, events.Fault)):
             seen = self._seen = self.engine.observe()
         self.feed(events.EngineReturned(at_ms=self.now_ms, call_id=call_id, result=result, observation=seen))
@@ -304,10 +311,10 @@ class _Agent:
                 self.clock.at(AGAIN_US, self.connect)
 
 
-class _Bus:
+class SimulatedBus:
     """The trainer and its bus. Its log keeps `state`."""
 
-    def __init__(self, run: _Simulation) -> None:
+    def __init__(self, run: Simulation) -> None:
         self.run, self.model, self.clock = run, run.model, run.clock
         self.state = CoordinatorState()
         self.alive, self._waits = False, True
