@@ -21,8 +21,10 @@ from controlplane.simulate.simulator import simulate as run
 from schemas.errors import ConfigError
 from schemas.formatting import json_text, markup
 
-COLUMNS: Final = ("hours", "sync p50", "sync p99", "aborted", "left out", "behind")
-LOST: Final = ("GPU-hours", "lost", "paused", "quarantined", "down")
+COLUMNS: Final = (
+    *("hours", "sync p50", "sync p99", "aborted", "left out", "behind"),
+    *("GPU-hours", "lost", "paused", "quarantined", "down"),
+)
 
 
 @click.command(cls=Command, short_help="Estimate what a policy would cost a fleet.")
@@ -91,14 +93,17 @@ def _grid(tree: Tree, vary: tuple[str, ...]) -> dict[str, Tree]:
 def _table(rows: list[tuple[str, RunCosts]]) -> Table:
     table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("run")
-    for name in (*COLUMNS, *LOST):
+    for name in COLUMNS:
         table.add_column(name, justify="right")
     for label, costs in rows:
-        hours = (costs.gpu_hours, costs.lost, costs.paused, costs.quarantined, costs.down)
         table.add_row(
-            markup(label),
-            *(f"{costs.hours:.2f}", f"{costs.sync_p50:.2f} s", f"{costs.sync_p99:.2f} s"),
+            *(markup(label), _number(costs.hours), f"{costs.sync_p50:.2f} s", f"{costs.sync_p99:.2f} s"),
             *(f"{costs.aborted} of {costs.syncs}", f"{costs.left_out:.2f}", f"{costs.behind:.2f}"),
-            *(f"{value:,.2f}" for value in hours),
+            *(_number(costs.gpu_hours), f"{_number(costs.lost)} ({costs.lost_share:.0%})"),
+            *map(_number, (costs.paused, costs.quarantined, costs.down)),
         )
     return table
+
+
+def _number(hours: float) -> str:
+    return f"{hours:,.2f}" if hours >= 1 else f"{hours:.2g}"

@@ -99,21 +99,19 @@ class CostCounter:
 
     def finish(self) -> RunCosts:
         """Return the costs."""
-        hours = (self._ended_us - (self._begun_us or 0)) / 3.6e9
-        times, syncs = sorted(self._times) or [0.0], max(1, self.syncs)
-        hours_of = {
-            condition: sum(replica.gpus * replica.spent_ms.get(condition, 0) for replica in self._replicas.values())
-            / 3_600_000
-            for condition in get_args(Condition)
-        }
+        length_us = self._ended_us - (self._begun_us or 0)
+        times, hours_of = sorted(self._times) or [0.0], dict.fromkeys(get_args(Condition), 0.0)
+        for replica in self._replicas.values():
+            for condition, spent_ms in replica.up_to(length_us // 1000).items():
+                hours_of[condition] += replica.gpus * spent_ms / 3_600_000
         return RunCosts(
-            hours=hours,
+            hours=length_us / 3.6e9,
             syncs=self.syncs,
             aborted=self._aborted,
             left_out=self._left_out / max(1, self.syncs - self._aborted),
             sync_p50=times[ceil(len(times) * 0.5) - 1],
             sync_p99=times[ceil(len(times) * 0.99) - 1],
-            behind=self._behind_sum / syncs,
+            behind=self._behind_sum / max(1, self.syncs),
             gpu_hours=sum(hours_of.values()),
             paused=hours_of["paused"],
             quarantined=hours_of["quarantined"],
@@ -134,6 +132,11 @@ class _Replica:
         spent_ms = max(0, at_ms - self._since_ms)  # another boot of its node has another clock
         self.spent_ms[self._condition] = self.spent_ms.get(self._condition, 0) + spent_ms
         self._condition, self._since_ms = _condition(state), at_ms
+
+    def up_to(self, length_ms: int) -> dict[Condition, int]:
+        """Return how long it did what in a run of this length: since its last decision it goes on as it did."""
+        left_ms = max(0, length_ms - sum(self.spent_ms.values()))
+        return {**self.spent_ms, self._condition: self.spent_ms.get(self._condition, 0) + left_ms}
 
 
 def _condition(state: AgentState) -> Condition:

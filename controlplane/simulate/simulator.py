@@ -191,10 +191,12 @@ class SimulatedAgent:
             return
         before = self.state
         self.state, effects = machine.decide(before, event)
-        if self.state is not before and self.engine is not None:
-            self.run.costs.decided_by_agent(self.name, event, self.state)
         for effect in effects:
             self._perform(effect)
+        if self.state is before:
+            return
+        if self.engine is not None:
+            self.run.costs.decided_by_agent(self.name, event, self.state)
         deadline_ms = machine.next_deadline(self.state)
         if deadline_ms is not None and deadline_ms != self._deadline_ms:
             self._deadline_ms = deadline_ms
