@@ -42,7 +42,7 @@ PURE_MAY_IMPORT = {
     *("abc", "base64", "binascii", "bisect", "collections", "collections.abc", "contextlib", "copy", "dataclasses"),
     *("difflib", "enum", "functools", "hashlib", "heapq", "itertools", "msgspec", "msgspec.inspect"),
     *("array", "msgspec.json", "msgspec.msgpack", "msgspec.structs", "operator", "re", "string", "struct", "textwrap"),
-    *("types", "typing", "zlib"),
+    *("tomllib", "types", "typing", "zlib"),
 }
 """Modules from outside our packages. `PurePath` and `PurePosixPath` are allowed too: they touch no disk."""
 

@@ -16,10 +16,11 @@ from controlplane.record.log import RunLog
 from controlplane.simulate.cost_plot import plot as drawn
 from controlplane.simulate.costs import RunCosts
 from controlplane.simulate.fit import fit
-from controlplane.simulate.fleet_model import Tree, checked, merged, read_tree, varied
+from controlplane.simulate.fleet_model import Tree, checked, merged, varied
 from controlplane.simulate.simulator import simulate as run
 from schemas.errors import ConfigError
 from schemas.formatting import json_text, markup
+from schemas.profiler.conversion import read_toml
 
 COLUMNS: Final = (
     *("hours", "sync p50", "sync p99", "aborted", "left out", "behind"),
@@ -56,7 +57,7 @@ def simulate(model: Path | None, log: Path | None, vary: tuple[str, ...], as_jso
         tree, recorded = fit(RunLog.walk(log))
         rows.append(("recorded", recorded))
     if model is not None:
-        tree = merged(tree, read_tree(model.read_text("utf-8"), str(model)))
+        tree = merged(tree, read_toml(model.read_text("utf-8"), str(model)))
     grid = _grid(tree, vary)
     models = [checked(each, str(model or log)) for each in grid.values()]
     if len(models) == 1:

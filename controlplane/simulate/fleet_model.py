@@ -20,7 +20,7 @@ from schemas.config import BusConfig
 from schemas.errors import ConfigError
 from schemas.fault_plan import Seconds
 from schemas.identity import Count, GpuCount, InFlight, NodeCount, Positive
-from schemas.profiler.conversion import convert, unknown_keys
+from schemas.profiler.conversion import convert_file
 
 Tree = dict[str, object]
 """A TOML file, as it is read."""
@@ -172,14 +172,6 @@ class FleetModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     policy: Policy = Policy()
 
 
-def read_tree(text: str, file: str) -> Tree:
-    """Parse a file. Raises ConfigError if it is not TOML."""
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file} is not TOML: {error}") from error
-
-
 def merged(below: Tree, above: Tree) -> Tree:
     """Return both trees, section by section; what is `above` hides what is `below`. A time is one value."""
     both = dict(below)
@@ -208,15 +200,8 @@ def checked(tree: Tree, file: str) -> FleetModel:
     Raises:
         ConfigError: A value is wrong. The text names the key, the value and what is allowed.
     """
-    for key in unknown_keys(tree, FleetModel):
-        raise ConfigError(f"{file}: {key.path} is unknown{key.suggestion}; allowed are {', '.join(key.known)}")
-    try:
-        model = convert(tree, FleetModel)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
-    quorum = model.policy.quorum
-    if isinstance(quorum, int) and quorum > model.fleet.replicas:
-        raise ConfigError(
-            f"{file}: policy.quorum is {quorum}: allowed is at most fleet.replicas, {model.fleet.replicas}"
-        )
+    model = convert_file(tree, FleetModel, file)
+    quorum, replicas = model.policy.quorum, model.fleet.replicas
+    if isinstance(quorum, int) and quorum > replicas:
+        raise ConfigError(f"{file}: policy.quorum is {quorum}: allowed is at most fleet.replicas, {replicas}")
     return model

@@ -227,6 +227,7 @@ class SimulatedAgent:
             case events.RequestSnapshot():
                 self._send(wire.Join())
             case events.Restart():
+                self._send(wire.Goodbye())
                 self.alive, self._call_id = False, 0
                 self.clock.at(0, self.begin)
 
@@ -293,9 +294,16 @@ class SimulatedAgent:
     def on_command(self, peer: str, epoch: int, record: wire.CommandRecord, command: Command | UnknownCommand) -> None:
         """Take a command, published or resent."""
         if self.peer == peer:
-            place, envelope = {"epoch": epoch, "origin": record.origin, "seq": record.seq}, record.envelope
-            received = {"at_ms": self.now_ms, "ttl_ms": envelope.ttl_ms, "target": envelope.target}
-            self.feed(events.CommandReceived(command=command, **place, **received))  # type: ignore[arg-type]
+            received = events.CommandReceived(
+                at_ms=self.now_ms,
+                epoch=epoch,
+                origin=record.origin,
+                seq=record.seq,
+                ttl_ms=record.envelope.ttl_ms,
+                command=command,
+                target=record.envelope.target,
+            )
+            self.feed(received)
 
     def on_message(self, peer: str, epoch: int, seq: int, message: wire.Downward) -> None:
         """Take a control message."""
@@ -319,18 +327,17 @@ class SimulatedBus:
     def __init__(self, run: Simulation) -> None:
         self.run, self.model, self.clock = run, run.model, run.clock
         self.state = CoordinatorState()
-        self.alive, self._waits = False, True
-        self._life = self._tried = 0
+        self.alive = self._waits = False
+        self._life = self._tried = self._turn_us = 0  # the last turn, or the next one if it is planned
         self._inbox: list[bus_events.CoordinatorEvent] = []
         self._answers: list[bus_events.PeerAnswer] = []
-        self._turn_us = -TURN_US  # of the last turn, or of the next one if it is planned
         self._deadline_us: int | None = None
 
     # --- the trainer --------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """The trainer starts, perhaps again."""
-        self.alive, self._waits, self._life = True, True, self._life + 1
+        self.alive, self._waits, self._life, self._turn_us = True, True, self._life + 1, self.clock.now - TURN_US
         settings = convert(self.model.bus, bus_events.CoordinatorSettings, from_attributes=True)
         at_ns, logic = self.clock.now * 1000, coordinator.LOGIC
         self._feed(bus_events.Opened(at_us=0, at_ns=at_ns, run="simulated", settings=settings, logic=logic))
@@ -453,6 +460,8 @@ class SimulatedBus:
                 self._feed(bus_events.HelloReceived(at_us=0, peer=peer, hello=message, recorded_decisions=0))
             case wire.Join():
                 self._feed(bus_events.JoinReceived(at_us=0, peer=peer))
+            case wire.Goodbye():
+                self._feed(bus_events.PeerLost(at_us=0, peer=peer, reason="left"))
             case wire.ResendRequest(first=first, credit=credit):
                 self._feed(bus_events.ResendRequested(at_us=0, peer=peer, first=first, credit=credit))
 
