@@ -8,9 +8,11 @@ import pytest
 from click.testing import CliRunner
 
 from controlplane.cli.__main__ import cli, run
+from controlplane.record.log import RunLog
 from controlplane.simulate.costs import RunCosts
+from controlplane.simulate.fit import fit
 from controlplane.simulate.fleet_model import Tree, checked, merged, varied
-from controlplane.simulate.modelled_engine import KINDS, Kind
+from controlplane.simulate.modelled_engine import Kind
 from controlplane.simulate.simulator import simulate
 from schemas.errors import ConfigError
 from schemas.profiler.conversion import read_toml
@@ -30,6 +32,7 @@ FAILING: Tree = {
     "calls": {"load": 0.05, "pause": 0.02, "resume": 0.02, "flush": 0.02},
     "refused": {"check_source": 0.02},
 }
+KILLED = ROOT / "tests" / "replays" / "killed.db"
 MODEL, *_ = blocks("docs/simulate.md", "toml")
 
 
@@ -173,5 +176,18 @@ def test_costs_are_printed_as_json_and_drawn(tmp_path: Path, monkeypatch: pytest
     assert f"{row['costs']['paused'] / row['costs']['gpu_hours']:.1%}" in picture
 
 
-def test_each_kind_of_engine_is_modelled() -> None:
-    assert set(KINDS) == {"tiny", "sglang", "vllm", "verl"}
+def test_deaths_of_a_recorded_run_are_fitted_and_its_log_is_simulated_with_another_policy() -> None:
+    tree, recorded = fit(RunLog.walk(KILLED))
+    model = checked(tree, "killed.db")
+    assert (model.fleet.replicas, model.fleet.nodes, model.fleet.engine) == (2, 2, "tiny")
+    assert model.failures.agent_per_hour > 0
+    assert model.bus.lease_ms > 0
+    assert recorded.down > 0
+    done = CliRunner().invoke(cli, ["simulate", "--from", str(KILLED), "--vary", "quorum=1", "--json"])
+    rows = json.loads(done.output)
+    assert [(row["run"], row["costs"]["syncs"]) for row in rows] == [("recorded", 7), ("quorum=1", 7)]
+
+
+def test_a_log_without_a_sync_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no sync that has ended"):
+        fit(())
