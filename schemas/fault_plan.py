@@ -5,7 +5,6 @@ itself which faults are its own and when they are due, from the plan's seed, its
 that the same plan on the same run does the same.
 """
 
-import tomllib
 from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Annotated, Final, Literal, NamedTuple, get_args
@@ -16,7 +15,7 @@ from schemas.commands import Command, UnknownCommand, WeightSync
 from schemas.errors import ConfigError
 from schemas.events import Call, CommandReceived, Effect, Event, Perform, SnapshotReceived
 from schemas.identity import Count, Identity, Name, NodeRank, Positive, ReplicaIndex
-from schemas.profiler.conversion import convert, did_you_mean, unknown_keys
+from schemas.profiler.conversion import convert_file, did_you_mean, read_toml
 
 What = Literal[
     "kill_agent",
@@ -187,23 +186,10 @@ def parse_plan(text: str, file: str = "the plan") -> FaultPlan:
     Raises:
         ConfigError: A value is wrong. The text names the key, the value and what is allowed.
     """
-    try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file} is not TOML: {error}") from error
-    faults = tree.get("fault")
-    unknown = unknown_keys(tree, FaultPlan)
-    for index, fault in enumerate(faults if isinstance(faults, list) else ()):
-        unknown += unknown_keys(fault, PlannedFault, f"fault[{index}]")
-    for key in unknown:
-        raise ConfigError(f"{file}: {key.path} is unknown{key.suggestion}; allowed are {', '.join(key.known)}")
-    try:
-        plan = convert(tree, FaultPlan)
-        for index, fault in enumerate(plan.fault):
-            for problem in _problems(fault, plan.fault[:index]):
-                raise ConfigError(f"fault {fault.name!r}: {problem}")
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
+    plan = convert_file(read_toml(text, file), FaultPlan, file)
+    for index, fault in enumerate(plan.fault):
+        for problem in _problems(fault, plan.fault[:index]):
+            raise ConfigError(f"{file}: fault {fault.name!r}: {problem}")
     return plan
 
 

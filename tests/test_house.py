@@ -42,14 +42,14 @@ PURE_MAY_IMPORT = {
     *("abc", "base64", "binascii", "bisect", "collections", "collections.abc", "contextlib", "copy", "dataclasses"),
     *("difflib", "enum", "functools", "hashlib", "heapq", "itertools", "msgspec", "msgspec.inspect"),
     *("array", "msgspec.json", "msgspec.msgpack", "msgspec.structs", "operator", "re", "string", "struct", "textwrap"),
-    *("types", "typing", "zlib"),
+    *("tomllib", "types", "typing", "zlib"),
 }
 """Modules from outside our packages. `PurePath` and `PurePosixPath` are allowed too: they touch no disk."""
 
 IMPURE_CALLS = {"open", "input", "hash", "id", "vars", "globals", "locals"}
 
-COMPOSITION_ROOTS = {("controlplane", "cli"), ("controlplane", "trainers")}
-"""What sees both sides: the command line, and the doors of trainers."""
+COMPOSITION_ROOTS = {("controlplane", "cli"), ("controlplane", "trainers"), ("controlplane", "simulate")}
+"""What sees both sides: the command line, the doors of trainers, and the simulator, which runs both machines."""
 
 HEAVY = {
     *("torch", "torch_npu", "numpy", "safetensors", "ray", "sglang", "vllm", "aiohttp", "httpcore", "httpx"),

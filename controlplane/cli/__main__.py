@@ -28,6 +28,7 @@ COMMANDS = {
     "log": "controlplane.cli.log:log",
     "observe": "controlplane.cli.observe:observe",
     "timeline": "controlplane.cli.timeline:timeline",
+    "simulate": "controlplane.cli.simulate:simulate",
     "report": "controlplane.cli.report:report",
     "top": "controlplane.cli.top:top",
     "drop-adapter": "controlplane.cli.operate:drop_adapter",

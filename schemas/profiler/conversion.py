@@ -1,6 +1,7 @@
 """`msgspec.convert` for files that people write: every error names the key, its value and what is allowed. Pure."""
 
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Final, NamedTuple, TypeVar
@@ -12,6 +13,7 @@ from schemas.errors import ConfigError
 from schemas.identity import NUMBER_MAX
 
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 _MISSING: Final = re.compile(r"Object missing required field `(\w+)`")
 
 
@@ -44,6 +46,33 @@ def convert(value: object, kind: type[T], path: str = "") -> T:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise _explained(str(error), value, described, path) from None
+
+
+def read_toml(text: str, file: str) -> dict[str, object]:
+    """Parse TOML. Raises ConfigError, which names the file."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not TOML: {error}") from error
+
+
+def convert_file(tree: object, kind: type[S], file: str) -> S:
+    """Return what is in a file as a `kind`; a key that it does not have is an error, too.
+
+    Args:
+        tree: What was read.
+        kind: As of `convert`.
+        file: Its name, for messages.
+
+    Raises:
+        ConfigError: A value is wrong. The text names the key, the value and what is allowed.
+    """
+    for key in unknown_keys(tree, kind):
+        raise ConfigError(f"{file}: {key.path} is unknown{key.suggestion}; allowed are {', '.join(key.known)}")
+    try:
+        return convert(tree, kind)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
 
 
 def unknown_keys(value: object, kind: type[msgspec.Struct], path: str = "") -> list[UnknownKey]:
@@ -113,6 +142,8 @@ def _without_nulls(value: object, kind: inspect.Type, path: str) -> object:
 
 
 def _unknown(value: object, kind: inspect.Type, path: str) -> Iterator[UnknownKey]:
+    for index, item in enumerate(value if isinstance(value, list) else ()):
+        yield from _unknown(item, _item(kind, index), f"{path}[{index}]")
     fields = _fields(kind)
     for key, entry in value.items() if fields and isinstance(value, Mapping) else ():
         if key in fields:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from controlplane.machine.events import Conclude, SyncRequested
 from controlplane.machine.status import fleet_status
 from controlplane.record.entries import coordinator_effects_decoder
+from controlplane.simulate.modelled_engine import LAUNCH_LABEL
 from schemas.commands import Checkpoint, EngineCommand, ProfileCommand, Target
 from schemas.identity import Identity
 from schemas.outcomes import Acted, Failed, Missing, Skipped
@@ -16,7 +17,7 @@ from tests.simulation import endings
 from tests.simulation.adapters import Shelf
 from tests.simulation.bus import Bus
 from tests.simulation.cluster import World
-from tests.simulation.engine import LAUNCH_LABEL, Temper
+from tests.simulation.engine import Temper
 from tests.simulation.slot import Slot
 from tests.simulation.weather import Weather
 
@@ -72,12 +73,10 @@ class Stage(World):
         self.run(self.now + 100)
         endings.replays(self)  # I9
 
-    def run(self, until_ms: int) -> None:
-        """Run, and check after each action the engines that must not generate."""
-        while self.heap and self.heap[0][0] <= until_ms:
-            super().run(self.heap[0][0])
-            self._look()
-        super().run(until_ms)
+    def step(self) -> None:
+        """Act, and check the engines that must not generate."""
+        super().step()
+        self._look()
 
     def _look(self) -> None:
         for replica, until_ms in self._silenced.items():

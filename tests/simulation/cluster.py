@@ -10,7 +10,6 @@ are only lossy, some only crash, and some have everything at once.
 
 from __future__ import annotations
 
-import heapq
 import random
 import sys
 from collections.abc import Callable
@@ -23,6 +22,8 @@ from msgspec.structs import replace as msgspec_replace
 from controlplane.machine import coordinator
 from controlplane.machine.coordinator import CoordinatorState
 from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent, CoordinatorSettings
+from controlplane.simulate.modelled_engine import LAUNCH_LABEL
+from controlplane.simulate.virtual_clock import VirtualClock
 from schemas.agent_status import AgentStatus
 from schemas.commands import Command, UnknownCommand, WeightSync
 from schemas.events import Effect, Event
@@ -31,7 +32,7 @@ from tests.simulation import endings, leaving, serving
 from tests.simulation.adapters import AdapterTrainer, Files, Shelf
 from tests.simulation.agent import Process
 from tests.simulation.bus import Bus, Log
-from tests.simulation.engine import BROADCAST, LAUNCH_LABEL, Engine, Temper
+from tests.simulation.engine import BROADCAST, Engine, Temper
 from tests.simulation.promises import Ledger, Promises
 from tests.simulation.samples import Sampler
 from tests.simulation.slot import Slot
@@ -74,8 +75,8 @@ class Mechanisms:
     proven_samples: bool = True
 
 
-class World:
-    """The cluster, its clock and its luck.
+class World(VirtualClock):
+    """The cluster, its clock (in ms) and its luck.
 
     new_slot, new_bus: what it is made of; others than these run the real shells.
     """
@@ -84,12 +85,10 @@ class World:
     new_bus: Callable[..., Bus] = Bus
 
     def __init__(self, seed: int, mechanisms: Mechanisms | None = None, story: list[str] | None = None) -> None:
+        super().__init__()
         self.seed = seed
         self.mechanisms = mechanisms if mechanisms is not None else Mechanisms()
         self.rng = random.Random(seed)
-        self.now = 0
-        self.heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
-        self.steps = 0
         self.story = story
         self.settings = SETTINGS
         self.promises = Promises(self)
@@ -193,19 +192,6 @@ class World:
             temper.lacks |= {Operation.ADAPTERS}
             engine.operations -= {Operation.ADAPTERS}
         return engine
-
-    # --- the clock ----------------------------------------------------------------------------------------------------
-
-    def at(self, delay_ms: int, act: Callable[..., None], *args: Any) -> None:
-        self.steps += 1
-        heapq.heappush(self.heap, (self.now + delay_ms, self.steps, act, args))
-
-    def run(self, until_ms: int) -> None:
-        heap = self.heap
-        while heap and heap[0][0] <= until_ms:
-            self.now, _, act, args = heapq.heappop(heap)
-            act(*args)
-        self.now = until_ms
 
     def say(self, text: str) -> None:
         if self.story is not None:

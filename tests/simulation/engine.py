@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
-from msgspec.structs import replace
-
+from controlplane.simulate.modelled_engine import IDEMPOTENT, LAUNCH_LABEL, Kind, reported
 from schemas import events
 from schemas.commands import Broadcast, Checkpoint, Pushed, Source, WeightSync
 from schemas.desired import Desired
@@ -46,16 +45,6 @@ OPERATIONS = {
 }
 
 
-Kind = Literal["tiny", "sglang", "vllm", "verl"]
-KINDS: Final[tuple[Kind, ...]] = ("tiny", "sglang", "vllm", "verl")
-
-IDEMPOTENT: Final[dict[Kind, frozenset[Operation]]] = {
-    "tiny": frozenset({Operation.PAUSE, Operation.RESUME}),
-    "sglang": frozenset({Operation.PAUSE, Operation.RESUME}),
-    "vllm": frozenset({Operation.PAUSE, Operation.RESUME, Operation.SLEEP, Operation.WAKE}),
-    "verl": frozenset({Operation.PAUSE, Operation.RESUME}),
-}
-"""What may be asked of them twice."""
 IDLES: Final = (events.Pause, events.Resume, events.Sleep, events.Wake, events.Load, events.StartProfile)
 """Calls that a broken engine says it has carried out, and has not."""
 LOST: Final = "unanswered"
@@ -66,8 +55,6 @@ BROADCAST: Final = "broadcast"
 """How the names of weights begin that can't be read again."""
 GROUP_MS: Final = 5000
 """How long an engine waits for a broadcast before its group gives up."""
-LAUNCH_LABEL = "default"
-"""The label of what a fresh engine holds."""
 
 
 def weights_of(source: Source) -> str:
@@ -268,22 +255,15 @@ class Engine:
             ),
             recomputes=self.recomputes,
             generating=self.generating,
+            asleep=self.asleep,
+            profiling=self.session_step is not None,
             version=self._numbered(),
             label=self.label,
+            digest=digest_of(self.weights),
             adapters=self.shelf.listing(),
             adapter_places=self.shelf.places,
         )
-        match self.kind:
-            case "tiny":
-                profiling, digest = self.session_step is not None, digest_of(self.weights)
-                return replace(seen, asleep=self.asleep, profiling=profiling, digest=digest)
-            case "sglang":
-                return seen
-            case "vllm":  # it says that it sleeps, and not what; also while it is merely paused
-                return replace(seen, asleep=None if self.paused or self.asleep else frozenset())
-            case "verl":  # it has no label before the first push
-                label = "" if self.label == LAUNCH_LABEL else self.label
-                return replace(seen, generating=None, version=None, label=label)
+        return reported(self.kind, seen, stopped=self.paused or bool(self.asleep))
 
     def looked_at(self) -> events.Observation:
         """Return what is observed between two calls, at which moment it may evict an adapter."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
+from controlplane.simulate.modelled_engine import LAUNCH_LABEL
 from schemas.identity import Identity, OnLostBus
 from tests.simulation.agent import Process
 from tests.simulation.disk import Disk
-from tests.simulation.engine import BROADCAST, LAUNCH_LABEL, Engine
+from tests.simulation.engine import BROADCAST, Engine
 from tests.simulation.promises import Ledger
 from workers.machine.readiness import in_sync
 

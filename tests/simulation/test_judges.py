@@ -3,6 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
+from controlplane.simulate.modelled_engine import Kind
 from schemas.commands import Broadcast, Checkpoint, ProfilePlan
 from schemas.desired import Committed, Desired, ProfileSession
 from schemas.events import Call, Effect, EngineObserved, Event, Load, Pause, StartProfile
@@ -12,7 +13,7 @@ from tests.simulation import serving
 from tests.simulation.agent import Process
 from tests.simulation.cluster import World
 from tests.simulation.endings import relaunch_lost
-from tests.simulation.engine import Engine, Kind, digest_of, weights_of
+from tests.simulation.engine import Engine, digest_of, weights_of
 from tests.simulation.promises import Broken
 from tests.simulation.verdicts import CALLS_ALONE_MAX, LEASE_LATE_MS, alone, leased
 from tests.simulation.weather import Weather

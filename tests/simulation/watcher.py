@@ -16,6 +16,7 @@ from controlplane.machine.permissions import Grant, refusal
 from controlplane.machine.provenance import Provenance, accepts
 from controlplane.machine.replicas import all_serve, not_ready_reasons
 from controlplane.machine.status import OPEN_MAX, WAITS_FOR_MAX, fleet_status
+from controlplane.simulate.modelled_engine import LAUNCH_LABEL
 from schemas.commands import AdapterSync, WeightSync, durable_source
 from schemas.errors import ConfigError
 from schemas.formatting import agent_order
@@ -23,7 +24,7 @@ from schemas.identity import replica_and_node
 from schemas.reports import FleetStatus
 from schemas.wire import Retire, StatusRequest, Upward
 from tests.simulation import leaving, model, serving, verdicts
-from tests.simulation.engine import LAUNCH_LABEL, LAUNCHED, Engine, weights_of, weights_to_serve
+from tests.simulation.engine import LAUNCHED, Engine, weights_of, weights_to_serve
 from workers.link.heartbeat import status_of
 
 if TYPE_CHECKING:

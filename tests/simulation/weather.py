@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from tests.simulation.engine import KINDS
+from controlplane.simulate.modelled_engine import KINDS
 
 ENGINES: Final = KINDS
 """Kinds of engines that are drawn."""

@@ -31,6 +31,7 @@ RUN_BY: Final = {
     "docs/profiling-config.md": HERE,
     "docs/profiling.md": HERE,
     "docs/recipes/index.md": "tests/processes/test_recipes.py",
+    "docs/simulate.md": "tests/unit/test_simulate.py",
     "docs/timeline.md": "tests/test_readme.py",
     "docs/trainers/gateway.md": "tests/trainers/test_gateway_http.py",
 }
@@ -63,7 +64,7 @@ def test_each_command_of_the_pages_exists_with_its_options(tmp_path: Path, monke
     """Also those that can't run here: they are read by the command line, and not carried out."""
     monkeypatch.chdir(tmp_path)
     Path("run").mkdir()
-    for file in ("run.db", "run/run.db", "trainer.yaml", "profile.yaml", "plan.toml"):
+    for file in ("run.db", "run/run.db", "trainer.yaml", "profile.yaml", "plan.toml", "fleet.toml"):
         Path(file).touch()
     Path("agent.toml").write_text('bus = "tcp://trainer:5555"\nreplica = 0\nengine = "tiny"\n')
     ran(["keys", "new", "me", "--role", "operator"])

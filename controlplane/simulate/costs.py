@@ -1,0 +1,150 @@
+"""What a run cost: adds up the decisions of a simulated run, or of a recorded one, in the same way."""
+
+from math import ceil
+from typing import Literal, get_args
+
+from msgspec import Struct
+
+from controlplane.machine.events import Conclude, CoordinatorEffects, CoordinatorEvent, SyncRequested
+from schemas.commands import AdapterSync, WeightSync
+from schemas.events import CommandReceived, Event, Pause, Sleep
+from schemas.reports import SyncReport
+from workers.machine.state import AgentState
+
+Condition = Literal["serves", "paused", "quarantined", "down"]
+"""What a replica does, as its agent believes. Only one that `serves` generates."""
+
+
+class RunCosts(Struct, frozen=True, kw_only=True):
+    """What a run cost. Times are in seconds.
+
+    Attributes:
+        hours: Length of the run.
+        syncs: How many ended.
+        aborted: How many of them were aborted.
+        left_out: Replicas that a committed sync left out, or could not prove to serve it, on average.
+        sync_p50, sync_p99: Time of a sync, from its request to its report.
+        behind: By how many versions the fleet was behind the trainer after a sync, on average.
+        gpu_hours: Of the fleet, in all.
+        paused: GPU-hours in which replicas were paused, most of them for a sync.
+        quarantined: GPU-hours in which replicas were out of service.
+        down: GPU-hours in which engines did not answer.
+    """
+
+    hours: float
+    syncs: int
+    aborted: int
+    left_out: float
+    sync_p50: float
+    sync_p99: float
+    behind: float
+    gpu_hours: float
+    paused: float
+    quarantined: float
+    down: float
+
+    @property
+    def lost(self) -> float:
+        """GPU-hours in which nothing was generated."""
+        return self.paused + self.quarantined + self.down
+
+    @property
+    def lost_share(self) -> float:
+        """The same as a share of all GPU-hours."""
+        return self.lost / self.gpu_hours if self.gpu_hours else 0.0
+
+
+class CostCounter:
+    """Follows a run, from its first sync to its last: for each agent, from the first command of a sync that it got."""
+
+    def __init__(self) -> None:
+        self._begun_us: int | None = None
+        self._ended_us = 0
+        self._requests: dict[int, int] = {}  # by ticket: when its sync was requested (µs)
+        self._times: list[float] = []
+        self._aborted = self._left_out = self._behind = self._behind_sum = 0
+        self._replicas: dict[str, _Replica] = {}
+
+    @property
+    def syncs(self) -> int:
+        """How many syncs have ended."""
+        return len(self._times)
+
+    def decided_by_bus(self, event: CoordinatorEvent, effects: CoordinatorEffects) -> None:
+        """Add a decision of the coordinator."""
+        if isinstance(event, SyncRequested):
+            self._begun_us = event.at_us if self._begun_us is None else self._begun_us
+            self._requests[event.ticket] = event.at_us
+        for effect in effects:
+            if isinstance(effect, Conclude) and isinstance(effect.report, SyncReport):
+                self._ended(effect.report, event.at_us, self._requests.pop(effect.ticket or 0, event.at_us))
+
+    def _ended(self, report: SyncReport, at_us: int, since_us: int) -> None:
+        self._ended_us = at_us
+        self._times.append((at_us - since_us) / 1e6)
+        aborted = report.status == "aborted"
+        self._aborted += aborted
+        self._left_out += 0 if aborted else len(report.quarantined) + len(report.unproven)
+        self._behind = self._behind + 1 if aborted else 0
+        self._behind_sum += self._behind
+
+    def decided_by_agent(self, name: str, event: Event, after: AgentState) -> None:
+        """Add a decision of the agent beside an engine."""
+        replica = self._replicas.get(name)
+        if replica is None:
+            if isinstance(event, CommandReceived) and isinstance(event.command, WeightSync | AdapterSync):
+                self._replicas[name] = _Replica(after, event.at_ms)
+        else:
+            replica.follow(after, event.at_ms)
+
+    def finish(self) -> RunCosts:
+        """Return the costs."""
+        length_us = self._ended_us - (self._begun_us or 0)
+        times, hours_of = sorted(self._times) or [0.0], dict.fromkeys(get_args(Condition), 0.0)
+        for replica in self._replicas.values():
+            for condition, spent_ms in replica.up_to(length_us // 1000).items():
+                hours_of[condition] += replica.gpus * spent_ms / 3_600_000
+        return RunCosts(
+            hours=length_us / 3.6e9,
+            syncs=self.syncs,
+            aborted=self._aborted,
+            left_out=self._left_out / max(1, self.syncs - self._aborted),
+            sync_p50=times[ceil(len(times) * 0.5) - 1],
+            sync_p99=times[ceil(len(times) * 0.99) - 1],
+            behind=self._behind_sum / max(1, self.syncs),
+            gpu_hours=sum(hours_of.values()),
+            paused=hours_of["paused"],
+            quarantined=hours_of["quarantined"],
+            down=hours_of["down"],
+        )
+
+
+class _Replica:
+    """What one replica did, for how long."""
+
+    def __init__(self, state: AgentState, at_ms: int) -> None:
+        self.gpus = state.identity.nnodes * state.identity.gpus_per_node
+        self.spent_ms: dict[Condition, int] = {}
+        self._condition, self._since_ms = _condition(state), at_ms
+
+    def follow(self, state: AgentState, at_ms: int) -> None:
+        """Count the time up to now."""
+        spent_ms = max(0, at_ms - self._since_ms)  # another boot of its node has another clock
+        self.spent_ms[self._condition] = self.spent_ms.get(self._condition, 0) + spent_ms
+        self._condition, self._since_ms = _condition(state), at_ms
+
+    def up_to(self, length_ms: int) -> dict[Condition, int]:
+        """Return how long it did what in a run of this length: since its last decision it goes on as it did."""
+        left_ms = max(0, length_ms - sum(self.spent_ms.values()))
+        return {**self.spent_ms, self._condition: self.spent_ms.get(self._condition, 0) + left_ms}
+
+
+def _condition(state: AgentState) -> Condition:
+    engine, activity = state.engine, state.activity
+    if engine.tokenizer != "present":
+        return "down"
+    pausing = activity is not None and isinstance(activity.calls[0], Pause | Sleep)
+    if engine.generating is not False and not engine.asleep and not pausing:
+        return "serves"
+    out = state.desired.quarantined or state.suppressed.quarantined
+    return "quarantined" if out else "paused"

@@ -1,0 +1,207 @@
+"""The model of a fleet: how large, how fast, how often it fails, and by which policy it is synced. A TOML file.
+
+Times are in seconds. Each is one number, or `{ median = 12.0, p99 = 30.0 }` (lognormal), or a list of measured values,
+of which each is as likely as the others. A list of lists is taken in order, each list by another replica.
+"""
+
+import tomllib
+from collections.abc import Iterator
+from copy import deepcopy
+from itertools import cycle
+from math import exp, log
+from random import Random
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta, Struct, defstruct
+
+from controlplane.machine.events import OnUnreachable
+from controlplane.simulate.modelled_engine import Kind
+from schemas.config import BusConfig
+from schemas.errors import ConfigError
+from schemas.fault_plan import Seconds
+from schemas.identity import Count, GpuCount, InFlight, NodeCount, Positive
+from schemas.profiler.conversion import convert_file
+
+Tree = dict[str, object]
+"""A TOML file, as it is read."""
+PerHour = Annotated[float, Meta(ge=0, le=3600, description="a number per hour, at most 3600")]
+Share = Annotated[float, Meta(ge=0, le=1, description="a number from 0 to 1")]
+P99: Final = 2.3263
+"""Of the standard normal distribution."""
+
+
+class Spread(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A lognormal distribution."""
+
+    median: Annotated[float, Meta(gt=0, le=86_400, description="a number of seconds above 0, at most a day")]
+    p99: Annotated[float, Meta(gt=0, le=86_400, description="a number of seconds above 0, at most a day")]
+
+    def __post_init__(self) -> None:
+        if self.p99 < self.median:
+            raise ValueError(f"p99 {self.p99:g} is below the median {self.median:g}")
+
+
+_Series = Annotated[tuple[Seconds, ...], Meta(min_length=1)]
+_Listed = Annotated[tuple[Seconds | _Series, ...], Meta(min_length=1)]
+Duration = Annotated[
+    Seconds | Spread | _Listed,
+    Meta(description="a number of seconds, { median = …, p99 = … }, or a list of measured seconds"),
+]
+
+
+def drawn(duration: Duration, rng: Random, replica: int) -> Iterator[float]:
+    """Yield values, in seconds, for ever.
+
+    Args:
+        duration: Of what.
+        rng: What it is drawn by.
+        replica: Whose values they are.
+    """
+    if isinstance(duration, tuple):
+        series = [values for values in duration if isinstance(values, tuple)]
+        if series:
+            yield from cycle(series[replica % len(series)])
+        while True:
+            yield rng.choice(duration)  # type: ignore[misc]
+    while not isinstance(duration, Spread):
+        yield duration
+    sigma = log(duration.p99 / duration.median) / P99
+    while True:
+        yield duration.median * exp(rng.gauss(0, sigma))
+
+
+class FleetSize(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the fleet is made of.
+
+    Attributes:
+        replicas: How many.
+        nodes: Of each replica.
+        gpus: On each node.
+        engine: What its engines report of themselves.
+    """
+
+    replicas: Positive = 8
+    nodes: NodeCount = 1
+    gpus: GpuCount = 8
+    engine: Kind = "vllm"
+
+
+Chance = Annotated[
+    Share | Annotated[tuple[Annotated[tuple[Share, ...], Meta(min_length=1)], ...], Meta(min_length=1)],
+    Meta(description="a number from 0 to 1, or lists of them"),
+]
+_CALLS: Final = (
+    *("check_source", "pause", "load", "restore", "flush", "resume", "observe"),
+    *("check_adapter", "load_adapter", "unload_adapter"),
+)
+"""What an engine is called for by syncs and failures."""
+CallTimes = defstruct(
+    "CallTimes", [(call, Duration, 0.0) for call in _CALLS], module=__name__, frozen=True, forbid_unknown_fields=True
+)
+CallFailures = defstruct(
+    "CallFailures", [(call, Chance, 0.0) for call in _CALLS], module=__name__, frozen=True, forbid_unknown_fields=True
+)
+
+
+class Failures(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How often each replica fails, and for how long.
+
+    Attributes:
+        engine_per_hour: Its engine dies, and is back after `engine_s`.
+        agent_per_hour: Its agent dies, and is back after `agent_s`.
+        cut_per_hour: Its agent is cut off from the bus for `cut_s`.
+        trainer_per_hour: The trainer dies, with its bus, and is back after `trainer_s`; of the fleet, not each replica.
+        calls: Share of the engine calls that fail. After a load that failed, the engine has to load again.
+        refused: Share of them that are refused: the engine is as it was.
+    """
+
+    engine_per_hour: PerHour = 0.0
+    engine_s: Duration = 120.0
+    agent_per_hour: PerHour = 0.0
+    agent_s: Duration = 5.0
+    cut_per_hour: PerHour = 0.0
+    cut_s: Duration = 30.0
+    trainer_per_hour: PerHour = 0.0
+    trainer_s: Duration = 300.0
+    calls: CallFailures = CallFailures()  # type: ignore[valid-type]
+    refused: CallFailures = CallFailures()  # type: ignore[valid-type]
+
+
+class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the trainer syncs.
+
+    Attributes:
+        sync: What is synced: base weights, or a LoRA adapter.
+        quorum: Replicas that must load: `majority`, `all` of the fleet, or a number.
+        absent: `skip` or `wait`, the `on_unreachable` of `sync_weights`.
+        in_flight: What happens to running requests; `wait` waits for them.
+        timeout: Of each phase, in seconds.
+        keep: Versions of an adapter that stay loaded.
+    """
+
+    sync: Literal["weights", "adapter"] = "weights"
+    quorum: Positive | Literal["all", "majority"] = "majority"
+    absent: OnUnreachable = "skip"
+    in_flight: InFlight = "abort"
+    timeout: Annotated[float, Meta(ge=0.001, le=86_400, description="a number of seconds, at most a day")] = 600.0
+    keep: Positive = 2
+
+
+class FleetModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A fleet and its policy.
+
+    Attributes:
+        seed: Of all that is drawn: the same model gives the same run.
+        steps: Syncs to simulate.
+        step: Time from the end of a sync to the next one.
+        network: One way between an agent and the bus.
+        requests: How long the running requests of an engine still take when a pause waits for them.
+        calls: How long engine calls take; no time if left out.
+        bus: Settings of the bus.
+    """
+
+    seed: Count = 0
+    steps: Annotated[int, Meta(ge=1, le=1_000_000)] = 100
+    step: Duration = 60.0
+    network: Duration = 0.0005
+    requests: Duration = 0.0
+    fleet: FleetSize = FleetSize()
+    calls: CallTimes = CallTimes()  # type: ignore[valid-type]
+    bus: BusConfig = BusConfig()
+    failures: Failures = Failures()
+    policy: Policy = Policy()
+
+
+def merged(below: Tree, above: Tree) -> Tree:
+    """Return both trees, section by section; what is `above` hides what is `below`. A time is one value."""
+    both = dict(below)
+    for key, value in above.items():
+        old = both.get(key)
+        sections = isinstance(old, dict) and isinstance(value, dict) and "median" not in value
+        both[key] = merged(old, value) if sections else deepcopy(value)  # type: ignore[arg-type]
+    return both
+
+
+def varied(tree: Tree, path: str, text: str) -> Tree:
+    """Return the tree with another value at a path, which begins in `policy` if it has no dot."""
+    try:
+        value: object = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    for key in reversed((path if "." in path or path in FleetModel.__struct_fields__ else f"policy.{path}").split(".")):
+        value = {key: value}
+    assert isinstance(value, dict)
+    return merged(tree, value)
+
+
+def checked(tree: Tree, file: str) -> FleetModel:
+    """Return the model that a tree describes.
+
+    Raises:
+        ConfigError: A value is wrong. The text names the key, the value and what is allowed.
+    """
+    model = convert_file(tree, FleetModel, file)
+    quorum, replicas = model.policy.quorum, model.fleet.replicas
+    if isinstance(quorum, int) and quorum > replicas:
+        raise ConfigError(f"{file}: policy.quorum is {quorum}: allowed is at most fleet.replicas, {replicas}")
+    return model

@@ -1,0 +1,471 @@
+"""Runs a modelled fleet: the machines of agents and coordinator decide, and everything around them is drawn.
+
+The shells here do what the real ones do, as far as it costs time: they ask their machine, make calls and send messages.
+All luck comes from the seed, in a sequence of its own for each place and kind of call, so that two policies meet the
+same engines.
+"""
+
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any, Final
+
+from msgspec import convert
+from msgspec.structs import replace
+
+from controlplane.machine import coordinator
+from controlplane.machine import events as bus_events
+from controlplane.machine.coordinator_state import CoordinatorState
+from controlplane.simulate.costs import CostCounter, RunCosts
+from controlplane.simulate.fleet_model import Chance, Duration, FleetModel, drawn
+from controlplane.simulate.modelled_engine import ModelledEngine
+from controlplane.simulate.virtual_clock import VirtualClock
+from schemas import events, wire
+from schemas.agent_status import AgentStatus
+from schemas.commands import AdapterRequest, Checkpoint, Command, Target, UnknownCommand
+from schemas.errors import ConfigError
+from schemas.identity import Identity, agent_of
+from schemas.reports import SyncReport
+from workers.link.heartbeat import status_of
+from workers.machine import decide as machine
+from workers.machine.observe import SHOWS_NOTHING
+from workers.machine.state import AgentState, call_name
+
+SECOND: Final = 1_000_000
+"""Of the clock, which counts in µs."""
+AGAIN_US: Final = SECOND
+"""Until an agent that was turned away says hello again, and until one has seen what became of its engine."""
+WEEK_US: Final = 7 * 24 * 3600 * SECOND
+TURN_US: Final = 200
+"""Between two turns of the bus."""
+NO_ENGINE: Final = events.Observation(engine="modelled", tokenizer="absent")
+
+
+def simulate(model: FleetModel) -> RunCosts:
+    """Run the fleet of a model, and return what that cost.
+
+    Raises:
+        ConfigError: The coordinator refuses such a sync, or there are next to none.
+    """
+    return Simulation(model).run()
+
+
+class Simulation:
+    """One run. Until all agents have joined, its trainer waits."""
+
+    def __init__(self, model: FleetModel) -> None:
+        self.model, self.clock, self.costs = model, VirtualClock(), CostCounter()
+        self._luck: dict[tuple[str, str], Random] = {}
+        self._values: dict[tuple[str, str], Iterator[float]] = {}
+        self.bus = SimulatedBus(self)
+        size = model.fleet
+        places = [(replica, node) for replica in range(size.replicas) for node in range(size.nodes)]
+        agents = (
+            SimulatedAgent(self, Identity(replica=replica, node_rank=node, nnodes=size.nodes, gpus_per_node=size.gpus))
+            for replica, node in places
+        )
+        self.agents = {agent.name: agent for agent in agents}
+
+    def run(self) -> RunCosts:
+        self.bus.open()
+        for agent in self.agents.values():
+            agent.begin()
+            agent.plan_failures()
+        while self.costs.syncs < self.model.steps:
+            self.clock.step()
+            if self.clock.now > WEEK_US * (self.costs.syncs + 1):
+                raise ConfigError(f"after {self.costs.syncs} syncs there is less than one a week: it fails too often")
+        return self.costs.finish()
+
+    def luck(self, place: str, what: str) -> Random:
+        """Return the luck of one thing at one place."""
+        if (place, what) not in self._luck:
+            self._luck[place, what] = Random(f"{self.model.seed} {place} {what}")
+        return self._luck[place, what]
+
+    def after(self, duration: Duration, place: str, what: str, act: Callable[..., None], *args: Any) -> None:
+        """Have something happen after a time that is drawn."""
+        self.clock.at(self.drawn_us(duration, place, what), act, *args)
+
+    def drawn_us(self, duration: Duration, place: str, what: str) -> int:
+        return round(self._drawn(duration, place, what) * SECOND)
+
+    def happens(self, chance: Chance, place: str, what: str) -> bool:
+        share = self._drawn(chance, place, what)
+        return share > 0 and self.luck(place, f"{what} happens").random() < share
+
+    def _drawn(self, values: Duration, place: str, what: str) -> float:
+        if isinstance(values, float | int):
+            return values
+        if (place, what) not in self._values:
+            self._values[place, what] = drawn(values, self.luck(place, what), int(place.partition(".")[0] or 0))
+        return next(self._values[place, what])
+
+    def fail(self, per_hour: float, place: str, what: str, act: Callable[[], None]) -> None:
+        """Have something happen at random, again and again."""
+        if per_hour:
+            wait_us = round(self.luck(place, what).expovariate(per_hour / 3600) * SECOND)
+            self.clock.at(wait_us, self._fails, per_hour, place, what, act)
+
+    def _fails(self, per_hour: float, place: str, what: str, act: Callable[[], None]) -> None:
+        self.fail(per_hour, place, what, act)
+        act()
+
+
+class SimulatedAgent:
+    """An agent, and the engine beside it if it is the first of its replica. Its journal keeps `state`."""
+
+    def __init__(self, run: Simulation, identity: Identity) -> None:
+        self.run, self.model, self.clock, self.identity = run, run.model, run.clock, identity
+        self.name = identity.agent
+        self.engine = None if identity.node_rank else ModelledEngine(run.model.fleet.engine)
+        self.state = AgentState()
+        self.alive = self._cut = self._beats = False
+        self.peer = ""  # its connection; empty while there is none
+        self._life = self._connections = self._call_id = 0
+        self._arrivals_us: dict[str, int] = {}
+        self._deadline_ms: int | None = None
+        self._seen: events.Observation | None = None
+        self._sent: tuple[int, AgentStatus] | None = None
+
+    @property
+    def now_ms(self) -> int:
+        return self.clock.now // 1000
+
+    # --- life and failures --------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        self.alive, self._life, self._seen = True, self._life + 1, None
+        self.feed(events.Started(at_ms=self.now_ms, identity=self.identity, incarnation=f"life {self._life}"))
+        self._look()
+        self.connect()
+
+    def plan_failures(self) -> None:
+        failures = self.model.failures
+        self.run.fail(failures.agent_per_hour, self.name, "agent", self._die)
+        self.run.fail(failures.cut_per_hour, self.name, "cut", self._be_cut_off)
+        self.run.fail(failures.engine_per_hour if self.engine else 0.0, self.name, "engine", self._lose_engine)
+
+    def _die(self) -> None:
+        """The call in flight is carried out all the same, or not."""
+        if self.alive:
+            engine, calls = self.engine, self.state.activity.calls if self.state.activity is not None else ()
+            if engine is not None and calls and self.run.luck(self.name, "dies").random() < 0.5:
+                engine.carry_out(calls[0], events.Returned())
+            self.alive, self._call_id = False, 0
+            self.lose_bus()
+            self.run.after(self.model.failures.agent_s, self.name, "agent back", self.begin)
+
+    def _be_cut_off(self) -> None:
+        if not self._cut:
+            self._cut = True
+            self.lose_bus()
+            self.run.after(self.model.failures.cut_s, self.name, "cut off", self._be_back)
+
+    def _be_back(self) -> None:
+        self._cut = False
+        self.connect()
+
+    def _lose_engine(self) -> None:
+        if self.engine is not None and self.engine.ready:
+            self.engine.end()
+            self._return(self._call_id, events.Fault("engine_error", "the engine died."))
+            self.clock.at(AGAIN_US, self._look)
+            self.run.after(self.model.failures.engine_s, self.name, "engine back", self._regain_engine)
+
+    def _regain_engine(self) -> None:
+        if self.engine is not None:
+            self.engine.ready = True
+            self.clock.at(AGAIN_US, self._look)
+
+    def _look(self) -> None:
+        seen = NO_ENGINE if self.engine is None else self.engine.observe()
+        if not self._call_id and seen != self._seen:
+            self._seen = seen
+            self.feed(events.EngineObserved(at_ms=self.now_ms, observation=seen))
+
+    # --- the machine --------------------------------------------------------------------------------------------------
+
+    def feed(self, event: events.Event) -> None:
+        """Decide, and perform. A heartbeat follows if anything changed: one that repeats the last is no event."""
+        if not self.alive:
+            return
+        before = self.state
+        self.state, effects = machine.decide(before, event)
+        for effect in effects:
+            self._perform(effect)
+        if self.state is before:
+            return
+        if self.engine is not None:
+            self.run.costs.decided_by_agent(self.name, event, self.state)
+        deadline_ms = machine.next_deadline(self.state)
+        if deadline_ms is not None and deadline_ms != self._deadline_ms:
+            self._deadline_ms = deadline_ms
+            self.clock.at(max(0, deadline_ms * 1000 - self.clock.now), self._tick, deadline_ms)
+        if not self._beats:
+            self._beats, interval_us = True, self.model.bus.heartbeat_ms * 1000
+            self.clock.at(interval_us - self.clock.now % interval_us, self._beat)
+
+    def _tick(self, deadline_ms: int) -> None:
+        if self._deadline_ms == deadline_ms:
+            self._deadline_ms = None
+            self.feed(events.Tick(at_ms=self.now_ms))
+
+    def _beat(self) -> None:
+        self._beats, status = False, (self.state.seq, status_of(self.state))
+        if self.peer and status != self._sent:
+            self._sent = status
+            self._send(status[1], status[0])
+
+    def _perform(self, effect: events.Effect) -> None:
+        match effect:
+            case events.Perform():
+                self._call(effect.call_id, effect.call)
+            case events.Answer():
+                self._send(effect)
+            case events.RequestResend():
+                self._send(wire.ResendRequest(first=effect.first, credit=64))
+            case events.RequestSnapshot():
+                self._send(wire.Join())
+            case events.Restart():
+                self._send(wire.Goodbye())
+                self.alive, self._call_id = False, 0
+                self.clock.at(0, self.begin)
+
+    def _call(self, call_id: int, call: events.Call) -> None:
+        self._call_id, name, failures = call_id, call_name(call), self.model.failures
+        result: events.Returned | events.Fault = events.Returned()
+        took_us = self.run.drawn_us(getattr(self.model.calls, name, 0.0), self.name, name)
+        if self.engine is None or not self.engine.ready:
+            result, took_us = events.Fault("engine_error", "the engine does not answer."), 1000
+        elif self.run.happens(getattr(failures.refused, name, 0.0), self.name, f"{name} refused"):
+            checks = isinstance(call, events.CheckSource | events.CheckAdapter)
+            result = events.Fault("source_refused" if checks else "refused", "it is refused, as modelled.")
+        elif self.run.happens(getattr(failures.calls, name, 0.0), self.name, f"{name} fails"):
+            result = events.Fault("engine_error", "it fails, as modelled.")
+        elif isinstance(call, events.Pause) and call.mode == "wait":
+            took_us += self.run.drawn_us(self.model.requests, self.name, "requests")
+        self.clock.at(took_us, self._return, call_id, result, call)
+
+    def _return(self, call_id: int, result: events.Returned | events.Fault, call: events.Call | None = None) -> None:
+        """A call ends, unless it was cut off."""
+        if not call_id or call_id != self._call_id:
+            return
+        self._call_id, seen = 0, None
+        if self.engine is not None and call is not None:
+            self.engine.carry_out(call, result)
+        if self.engine is not None and (type(call) not in SHOWS_NOTHING or isinstance(result, events.Fault)):
+            seen = self._seen = self.engine.observe()
+        self.feed(events.EngineReturned(at_ms=self.now_ms, call_id=call_id, result=result, observation=seen))
+
+    # --- the network --------------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Say hello on a new connection, if the bus can be reached."""
+        self.lose_bus()
+        if self.alive and not self._cut and self.run.bus.alive:
+            self._connections, self._sent = self._connections + 1, None
+            self.peer = f"{self.name}/life {self._life}/{self._connections}"
+            hello = wire.Hello(
+                identity=self.identity, incarnation=f"life {self._life}", journal=self.name, host="modelled", pid=1
+            )
+            self._send(replace(hello, attempt=self._connections))
+
+    def lose_bus(self) -> None:
+        """The connection breaks: the lease runs out without another one, and the bus notices the silence."""
+        peer, self.peer = self.peer, ""
+        self.clock.at(self.model.bus.lease_ms * 1000, self._end_lease, self._connections)
+        if peer:
+            self.clock.at(self.model.bus.agent_timeout_ms * 1000, self.run.bus.miss, peer)
+
+    def _end_lease(self, connections: int) -> None:
+        if not self.peer and self._connections == connections:
+            self.feed(events.LeaseExpired(at_ms=self.now_ms))
+
+    def _send(self, message: wire.Upward | events.Answer, seq: int = 0) -> None:
+        if self.peer:
+            self.deliver("up", self.run.bus.receive, self.peer, message, seq)
+
+    def deliver(self, connection: str, act: Callable[..., None], *args: Any) -> None:
+        """Deliver a message on a connection, which keeps order."""
+        arrival_us = self.clock.now + self.run.drawn_us(self.model.network, self.name, "network")
+        arrival_us = self._arrivals_us[connection] = max(self._arrivals_us.get(connection, 0), arrival_us)
+        self.clock.at(arrival_us - self.clock.now, act, *args)
+
+    def on_command(self, peer: str, epoch: int, record: wire.CommandRecord, command: Command | UnknownCommand) -> None:
+        """Take a command, published or resent."""
+        if self.peer == peer:
+            received = events.CommandReceived(
+                at_ms=self.now_ms,
+                epoch=epoch,
+                origin=record.origin,
+                seq=record.seq,
+                ttl_ms=record.envelope.ttl_ms,
+                command=command,
+                target=record.envelope.target,
+            )
+            self.feed(received)
+
+    def on_message(self, peer: str, epoch: int, seq: int, message: wire.Downward) -> None:
+        """Take a control message."""
+        if self.peer != peer:
+            return
+        match message:
+            case wire.Welcome():
+                self._send(wire.Join())
+            case wire.Snapshot(desired=desired):
+                self.feed(events.SnapshotReceived(at_ms=self.now_ms, epoch=epoch, seq=seq, desired=desired))
+            case wire.Replay(records=records):
+                for record in records:
+                    self.on_command(peer, epoch, record, wire.decode_command(record.envelope.body))
+            case wire.Rejoin():
+                self.clock.at(AGAIN_US, self.connect)
+
+
+class SimulatedBus:
+    """The trainer and its bus. Its log keeps `state`."""
+
+    def __init__(self, run: Simulation) -> None:
+        self.run, self.model, self.clock = run, run.model, run.clock
+        self.state = CoordinatorState()
+        self.alive = self._waits = False
+        self._life = self._tried = self._turn_us = 0  # the last turn, or the next one if it is planned
+        self._inbox: list[bus_events.CoordinatorEvent] = []
+        self._answers: list[bus_events.PeerAnswer] = []
+        self._deadline_us: int | None = None
+
+    # --- the trainer --------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """The trainer starts, perhaps again."""
+        self.alive, self._waits, self._life, self._turn_us = True, True, self._life + 1, self.clock.now - TURN_US
+        settings = convert(self.model.bus, bus_events.CoordinatorSettings, from_attributes=True)
+        at_ns, logic = self.clock.now * 1000, coordinator.LOGIC
+        self._feed(bus_events.Opened(at_us=0, at_ns=at_ns, run="simulated", settings=settings, logic=logic))
+        for agent in self.run.agents.values() if self._life > 1 else ():
+            agent.connect()
+        if self._life == 1:
+            self.run.fail(self.model.failures.trainer_per_hour, "", "trainer", self._die)
+
+    def _die(self) -> None:
+        if self.alive:
+            self.alive, self._inbox, self._answers, self._deadline_us = False, [], [], None
+            for agent in self.run.agents.values():
+                agent.lose_bus()
+            self.run.after(self.model.failures.trainer_s, "", "trainer back", self.open)
+
+    def _sync(self, life: int) -> None:
+        if not self.alive or life != self._life:
+            return
+        policy, self._tried = self.model.policy, self._tried + 1
+        quorum = self.model.fleet.replicas if policy.quorum == "all" else policy.quorum
+        requested = bus_events.SyncRequested(
+            at_us=0,
+            at_ns=self.clock.now * 1000,
+            ticket=self._tried,
+            version=self._tried,
+            source=Checkpoint(f"step_{self._tried}"),
+            manifest=None,
+            in_flight=policy.in_flight,
+            quorum=quorum if isinstance(quorum, int) else None,
+            target=Target(),
+            timeout_ms=round(policy.timeout * 1000),
+            on_unreachable=policy.absent,
+            adapter=AdapterRequest(name="policy", keep=policy.keep) if policy.sync == "adapter" else None,
+        )
+        self._feed(requested)
+
+    # --- the machine --------------------------------------------------------------------------------------------------
+
+    def _feed(self, event: bus_events.CoordinatorEvent) -> None:
+        """Have an event decided in the next turn, at the time of that turn."""
+        self._take_answers()
+        self._inbox.append(event)
+        self._plan_turn()
+
+    def _take_answers(self) -> None:
+        if self._answers:
+            self._inbox.append(bus_events.AnswersReceived(at_us=0, answers=tuple(self._answers)))
+            self._answers = []
+
+    def _plan_turn(self) -> None:
+        now_us = self.clock.now
+        if self._turn_us <= now_us:
+            self._turn_us = max(now_us + 1, self._turn_us + TURN_US)
+            self.clock.at(self._turn_us - now_us, self._turn, self._life)
+
+    def _turn(self, life: int) -> None:
+        if not self.alive or life != self._life:
+            return
+        now_us = self.clock.now
+        self._take_answers()
+        batch, self._inbox = self._inbox, []
+        deadline_us = coordinator.next_deadline(self.state)
+        if deadline_us is not None and now_us >= deadline_us:
+            batch.append(bus_events.TimerFired(at_us=now_us))
+        for event in batch:
+            self.state, effects = coordinator.decide(self.state, timed := replace(event, at_us=now_us))
+            self.run.costs.decided_by_bus(timed, effects)
+            for effect in effects:
+                self._perform(effect)
+        deadline_us = coordinator.next_deadline(self.state)
+        if deadline_us is not None and deadline_us != self._deadline_us:
+            self._deadline_us = deadline_us
+            self.clock.at(max(0, deadline_us - now_us), self._wake, deadline_us)
+        if self._waits and all(self._is_live(agent.name) for agent in self.run.agents.values() if agent.peer):
+            self._waits = False
+            self._plan_sync()
+
+    def _is_live(self, name: str) -> bool:
+        return name in self.state.members and self.state.members[name].state == "live"
+
+    def _wake(self, deadline_us: int) -> None:
+        if self.alive and self._deadline_us == deadline_us:
+            self._deadline_us = None
+            self._plan_turn()
+
+    def _plan_sync(self) -> None:
+        self.run.after(self.model.step, "", "step", self._sync, self._life)
+
+    def _perform(self, effect: bus_events.CoordinatorEffect) -> None:
+        match effect:
+            case bus_events.Publish(epoch=epoch, seq=seq, envelope=envelope):
+                record = wire.CommandRecord(origin=epoch, seq=seq, envelope=envelope)
+                command = wire.decode_command(envelope.body)
+                for agent in self.run.agents.values():
+                    if agent.peer:
+                        agent.deliver("publications", agent.on_command, agent.peer, epoch, record, command)
+            case bus_events.Send(peer=peer) | bus_events.Ping(peer=peer):
+                agent = self.run.agents[agent_of(peer)]
+                if agent.peer != peer:
+                    self._feed(bus_events.PeerLost(at_us=0, peer=peer, reason="unreachable"))
+                elif isinstance(effect, bus_events.Send):
+                    agent.deliver("down", agent.on_message, peer, effect.epoch, effect.seq, effect.message)
+            case bus_events.Conclude(report=SyncReport()) if self.run.costs.syncs < self.model.steps:
+                self._plan_sync()
+            case bus_events.Refuse(reason=reason):
+                raise ConfigError(f"the bus refuses the sync: {reason}")
+
+    def receive(self, peer: str, message: wire.Upward | events.Answer, seq: int) -> None:
+        """Take a message of an agent."""
+        if not self.alive:
+            return
+        match message:
+            case events.Answer(epoch=origin, outcome=outcome, rule=rule):
+                answer = bus_events.PeerAnswer(peer=peer, origin=origin, seq=message.seq, outcome=outcome, rule=rule)
+                self._answers.append(answer)
+                self._plan_turn()
+            case AgentStatus():
+                self._feed(bus_events.StatusReceived(at_us=0, peer=peer, seq=seq, status=message))
+            case wire.Hello():
+                self._feed(bus_events.HelloReceived(at_us=0, peer=peer, hello=message, recorded_decisions=0))
+            case wire.Join():
+                self._feed(bus_events.JoinReceived(at_us=0, peer=peer))
+            case wire.Goodbye():
+                self._feed(bus_events.PeerLost(at_us=0, peer=peer, reason="left"))
+            case wire.ResendRequest(first=first, credit=credit):
+                self._feed(bus_events.ResendRequested(at_us=0, peer=peer, first=first, credit=credit))
+
+    def miss(self, peer: str) -> None:
+        """A connection has carried nothing for too long."""
+        if self.alive:
+            self._feed(bus_events.PeerLost(at_us=0, peer=peer, reason="silent"))

@@ -1,0 +1,193 @@
+"""What `rolloutctl simulate` says: costs that can be reckoned by hand, what each part of a policy does, and errors."""
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from click.testing import CliRunner
+
+from controlplane.cli.__main__ import cli, run
+from controlplane.record.log import RunLog
+from controlplane.simulate.costs import RunCosts
+from controlplane.simulate.fit import fit
+from controlplane.simulate.fleet_model import Tree, checked, merged, varied
+from controlplane.simulate.modelled_engine import Kind
+from controlplane.simulate.simulator import simulate
+from schemas.errors import ConfigError
+from schemas.profiler.conversion import read_toml
+from tests.pages import blocks
+from tests.running import ROOT
+
+CALLS: Tree = {"check_source": 0.2, "pause": 0.1, "load": 10.0, "flush": 0.05, "resume": 0.02}
+PLAIN: Tree = {"steps": 10, "step": 30.0, "calls": CALLS, "fleet": {"replicas": 3, "gpus": 2}}
+FAILING: Tree = {
+    "engine_per_hour": 6.0,
+    "engine_s": 40.0,
+    "agent_per_hour": 10.0,
+    "cut_per_hour": 10.0,
+    "cut_s": 20.0,
+    "trainer_per_hour": 6.0,
+    "trainer_s": 20.0,
+    "calls": {"load": 0.05, "pause": 0.02, "resume": 0.02, "flush": 0.02},
+    "refused": {"check_source": 0.02},
+}
+KILLED = ROOT / "tests" / "replays" / "killed.db"
+MODEL, *_ = blocks("docs/simulate.md", "toml")
+
+
+def costs(*trees: Tree) -> RunCosts:
+    tree = PLAIN
+    for other in trees:
+        tree = merged(tree, other)
+    return simulate(checked(tree, "fleet.toml"))
+
+
+def test_what_a_sync_costs_is_what_its_calls_take() -> None:
+    found = costs({"network": 0.001})
+    assert (found.syncs, found.aborted, found.left_out, found.behind) == (10, 0, 0.0, 0.0)
+    assert found.sync_p50 == pytest.approx(0.2 + 0.1 + 10.0 + 0.05 + 0.02 + 6 * 0.001, abs=0.002)
+    assert found.sync_p99 == found.sync_p50
+    assert found.hours * 3600 == pytest.approx(10 * found.sync_p50 + 9 * 30.0, rel=1e-6)
+    assert found.gpu_hours == pytest.approx(6 * found.hours, rel=1e-3)
+    assert found.paused * 3600 == pytest.approx(10 * 6 * (0.1 + 10.0 + 0.05 + 0.02), rel=1e-3)
+    assert found.lost == found.paused
+
+
+def test_the_same_seed_is_the_same_run_and_another_one_is_another() -> None:
+    spread: Tree = {"calls": {"load": {"median": 10.0, "p99": 20.0}}, "failures": FAILING}
+    assert costs(spread) == costs(spread)
+    assert costs(spread) != costs(spread, {"seed": 1})
+
+
+def test_a_quorum_of_all_aborts_where_one_replica_fails_and_a_smaller_one_goes_on_without_it() -> None:
+    failing: Tree = {"failures": {"calls": {"load": [[1.0], [0.0], [0.0]]}}}
+    all_must, two_must = costs(failing, {"policy": {"quorum": "all"}}), costs(failing, {"policy": {"quorum": 2}})
+    assert (all_must.aborted, all_must.left_out, all_must.behind) == (10, 0.0, 5.5)
+    assert (two_must.aborted, two_must.left_out, two_must.behind) == (0, 1.0, 0.0)
+    assert two_must.quarantined > 9 * 2 * 30.0 / 3600
+    from_the_second_on: Tree = {"failures": {"refused": {"load": [[0.0, *[1.0] * 20], [0.0], [0.0]]}}}
+    refused = costs(from_the_second_on, {"policy": {"quorum": "all"}})
+    assert refused.aborted == 9
+    assert refused.quarantined == pytest.approx(0.0, abs=0.001)
+
+
+def test_wait_waits_for_an_engine_that_is_down_and_skip_does_not() -> None:
+    engines: Tree = {"engine_per_hour": 4.0, "engine_s": 100.0}
+    dying: Tree = {"steps": 60, "failures": engines, "policy": {"quorum": 1}}
+    skip, wait = costs(dying), costs(dying, {"policy": {"absent": "wait"}})
+    assert skip.sync_p99 < 20 < 80 < wait.sync_p99  # an engine that is back loads first
+    assert skip.paused < wait.paused
+    assert skip.down > 0
+
+
+def test_a_sync_that_waits_for_requests_takes_longer() -> None:
+    waiting: Tree = {"requests": 20.0, "policy": {"in_flight": "wait"}}
+    assert costs(waiting).sync_p50 == pytest.approx(costs().sync_p50 + 20.0, abs=0.01)
+    assert costs(waiting, {"policy": {"in_flight": "abort"}}) == costs()
+
+
+def test_after_a_trainer_that_dies_in_a_sync_the_fleet_is_paused_for_its_lease() -> None:
+    dying: Tree = {"steps": 100, "step": 5.0, "failures": {"trainer_per_hour": 10.0, "trainer_s": 300.0}}
+    short, long = costs(dying, {"bus": {"lease_ms": 5_000}}), costs(dying, {"bus": {"lease_ms": 200_000}})
+    assert short.paused < 0.8 * long.paused
+    assert (short.syncs, long.syncs) == (100, 100)
+
+
+def test_an_adapter_is_loaded_beside_what_serves() -> None:
+    found = costs({"calls": {"check_adapter": 0.5, "load_adapter": 2.0}, "policy": {"sync": "adapter"}})
+    assert found.sync_p50 == pytest.approx(2.5, abs=0.01)
+    assert found.lost == 0.0
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("what", ["weights", "adapter"])
+def test_a_fleet_of_each_kind_of_engine_comes_through_all_failures(kind: Kind, what: str) -> None:
+    adapters: Tree = {"check_adapter": 0.1, "load_adapter": 2.0, "unload_adapter": 0.1}
+    fleet: Tree = {"replicas": 3, "nodes": 2, "engine": kind}
+    found = costs({"steps": 40, "failures": FAILING, "fleet": fleet, "calls": adapters, "policy": {"sync": what}})
+    assert found.syncs == 40
+    assert found.aborted < 20
+    assert found.down > 0
+    assert found.lost < found.gpu_hours
+
+
+def test_a_fleet_that_fails_too_often_to_sync_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="less than one a week"):
+        costs({"step": 3000.0, "failures": {"trainer_per_hour": 60.0, "trainer_s": 2000.0}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("qourum", "1", "policy.qourum is unknown; did you mean quorum?; allowed are sync, quorum, absent"),
+        ("quorum", "9", "policy.quorum is 9: allowed is at most fleet.replicas, 8"),
+        ("quorum", "some", "policy.quorum is 'some': allowed is a whole number of at least 1 or one of all, majority"),
+        ("calls.laod", "1", "calls.laod is unknown; did you mean load?"),
+        ("calls.load", "x", "calls.load is 'x': allowed is a number of seconds, { median = …, p99 = … }, or a list"),
+        ("calls.load", "[]", "calls.load is []: allowed is"),
+        ("calls.load.p99", "1.0", "p99 1 is below the median 10"),
+        ("failures.calls.load", "2", "failures.calls.load is 2: allowed is a number from 0 to 1"),
+        ("bus.lease_ms", "0", "bus.lease_ms is 0: allowed is"),
+        ("steps", "0", "steps is 0: allowed is"),
+    ],
+)
+def test_an_error_names_what_was_wrong_and_what_is_allowed(key: str, value: str, says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        checked(varied(read_toml(MODEL, "fleet.toml"), key, value), "fleet.toml")
+    assert says in str(error.value)
+    assert str(error.value).startswith("fleet.toml: ")
+
+
+def test_the_command_line_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "fleet.toml"
+    model.write_text("steps = ")
+    assert run(["simulate"]) == 2
+    assert run(["simulate", str(model)]) == 2
+    model.write_text("steps = 1")
+    assert run(["simulate", str(model), "--vary", "quorum"]) == 2
+    said = capsys.readouterr().err
+    assert "name a MODEL, or a recorded run by --from" in said
+    assert "fleet.toml is not TOML" in said
+    assert "expected KEY=A,B,… such as quorum=all,3,1" in said
+
+
+def test_the_example_of_the_page_prints_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/simulate.md, and its picture."""
+    monkeypatch.chdir(tmp_path)
+    Path("fleet.toml").write_text(MODEL)
+    (session,) = blocks("docs/simulate.md", "console")
+    command, table = session.split("\n", 1)
+    done = CliRunner().invoke(cli, command.removeprefix("$ rolloutctl ").split())
+    assert done.output == table, done.output
+    assert Path("lost.svg").read_text() == (ROOT / "docs" / "simulate.svg").read_text()
+
+
+def test_costs_are_printed_as_json_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("fleet.toml").write_text("steps = 2\nstep = 1.0\n[calls]\npause = 1.0")
+    done = CliRunner().invoke(cli, ["simulate", "fleet.toml", "--json", "--plot", "lost.svg"])
+    (row,) = json.loads(done.output)
+    assert row["run"] == "simulated"
+    assert row["costs"]["syncs"] == 2
+    picture = Path("lost.svg").read_text()
+    assert picture.startswith("<svg ")
+    assert "simulated" in picture
+    assert f"{row['costs']['paused'] / row['costs']['gpu_hours']:.1%}" in picture
+
+
+def test_deaths_of_a_recorded_run_are_fitted_and_its_log_is_simulated_with_another_policy() -> None:
+    tree, recorded = fit(RunLog.walk(KILLED))
+    model = checked(tree, "killed.db")
+    assert (model.fleet.replicas, model.fleet.nodes, model.fleet.engine) == (2, 2, "tiny")
+    assert model.failures.agent_per_hour > 0
+    assert model.bus.lease_ms > 0
+    assert recorded.down > 0
+    done = CliRunner().invoke(cli, ["simulate", "--from", str(KILLED), "--vary", "quorum=1", "--json"])
+    rows = json.loads(done.output)
+    assert [(row["run"], row["costs"]["syncs"]) for row in rows] == [("recorded", 7), ("quorum=1", 7)]
+
+
+def test_a_log_without_a_sync_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no sync that has ended"):
+        fit(())
