@@ -67,7 +67,10 @@ def simulate(model: Path | None, log: Path | None, vary: tuple[str, ...], as_jso
             costs = list(processes.map(run, models))
     rows += zip(grid, costs, strict=True)
     if plot is not None:
-        plot.write_text(drawn(rows), "utf-8")
+        try:
+            plot.write_text(drawn(rows), "utf-8")
+        except OSError as error:
+            raise ConfigError(f"the picture can't be written to {plot}: {error.strerror}") from error
     if as_json:
         click.echo(json_text([{"run": label, "costs": each} for label, each in rows]))
     else:

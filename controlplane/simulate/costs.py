@@ -1,11 +1,11 @@
 """What a run cost: adds up the decisions of a simulated run, or of a recorded one, in the same way."""
 
-from math import ceil
 from typing import Literal, get_args
 
 from msgspec import Struct
 
 from controlplane.machine.events import Conclude, CoordinatorEffects, CoordinatorEvent, SyncRequested
+from controlplane.report.model import Latencies
 from schemas.commands import AdapterSync, WeightSync
 from schemas.events import CommandReceived, Event, Pause, Sleep
 from schemas.reports import SyncReport
@@ -61,14 +61,14 @@ class CostCounter:
         self._begun_us: int | None = None
         self._ended_us = 0
         self._requests: dict[int, int] = {}  # by ticket: when its sync was requested (µs)
-        self._times: list[float] = []
+        self._times = Latencies()
         self._aborted = self._left_out = self._behind = self._behind_sum = 0
         self._replicas: dict[str, _Replica] = {}
 
     @property
     def syncs(self) -> int:
         """How many syncs have ended."""
-        return len(self._times)
+        return len(self._times.values)
 
     def decided_by_bus(self, event: CoordinatorEvent, effects: CoordinatorEffects) -> None:
         """Add a decision of the coordinator."""
@@ -81,7 +81,7 @@ class CostCounter:
 
     def _ended(self, report: SyncReport, at_us: int, since_us: int) -> None:
         self._ended_us = at_us
-        self._times.append((at_us - since_us) / 1e6)
+        self._times.values.append(at_us - since_us)
         aborted = report.status == "aborted"
         self._aborted += aborted
         self._left_out += 0 if aborted else len(report.quarantined) + len(report.unproven)
@@ -98,9 +98,9 @@ class CostCounter:
             replica.follow(after, event.at_ms)
 
     def finish(self) -> RunCosts:
-        """Return the costs."""
+        """Return the costs of a run with a sync that has ended."""
         length_us = self._ended_us - (self._begun_us or 0)
-        times, hours_of = sorted(self._times) or [0.0], dict.fromkeys(get_args(Condition), 0.0)
+        hours_of = dict.fromkeys(get_args(Condition), 0.0)
         for replica in self._replicas.values():
             for condition, spent_ms in replica.up_to(length_us // 1000).items():
                 hours_of[condition] += replica.gpus * spent_ms / 3_600_000
@@ -109,9 +109,9 @@ class CostCounter:
             syncs=self.syncs,
             aborted=self._aborted,
             left_out=self._left_out / max(1, self.syncs - self._aborted),
-            sync_p50=times[ceil(len(times) * 0.5) - 1],
-            sync_p99=times[ceil(len(times) * 0.99) - 1],
-            behind=self._behind_sum / max(1, self.syncs),
+            sync_p50=self._times.percentile(50) / 1e6,
+            sync_p99=self._times.percentile(99) / 1e6,
+            behind=self._behind_sum / self.syncs,
             gpu_hours=sum(hours_of.values()),
             paused=hours_of["paused"],
             quarantined=hours_of["quarantined"],

@@ -49,9 +49,9 @@ def fit(entries: Iterable[LogItem]) -> tuple[Tree, RunCosts]:
             fitted.add_agent(entry)
         elif isinstance(entry, LogEntry):
             fitted.add_bus(entry)
-    costs = fitted.costs.finish()
-    if not costs.syncs:
+    if not fitted.costs.syncs:
         raise ConfigError("the log has no sync that has ended: there is nothing to fit a model to")
+    costs = fitted.costs.finish()
     return fitted.tree(costs), costs
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from controlplane import ControlPlane
+from controlplane.record.entries import LogEntry, LogItem
 from controlplane.record.log import RunLog
-from controlplane.simulate.costs import RunCosts
+from controlplane.simulate.costs import CostCounter
 from controlplane.simulate.fit import fit
-from controlplane.simulate.fleet_model import Tree, checked, varied
+from controlplane.simulate.fleet_model import checked, varied
 from controlplane.simulate.simulator import simulate
 from controlplane.staging import StagingFleet
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
@@ -47,30 +48,34 @@ times = 0
 STEPS = 12
 
 
-def recorded(folder: Path, quorum: int) -> tuple[Tree, RunCosts]:
-    """Record a run of three replicas, and read its log."""
-    folder.mkdir()
-    torch.manual_seed(0)
-    save(TinyModel(TinyConfig()), folder / "weights")
-    with (
-        StagingFleet(folder, 3, FAULTS, folder) as fleet,
-        ControlPlane(fleet.bus, log=folder / "run.db", checkpoints=folder) as plane,
-    ):
-        plane.wait_for_agents(3, timeout=120).wait()
+def sync(fleet: StagingFleet, folder: Path, quorum: int) -> list[LogItem]:
+    """Record syncs of three replicas, and return all of the run's log."""
+    with ControlPlane(fleet.bus, log=folder / "run.db", checkpoints=folder, run="auto") as plane:
+        plane.wait_for_agents(3, timeout=100).wait()
         for _ in range(STEPS):
             plane.sync_weights(None, "weights", quorum=quorum).wait()
-    return fit(RunLog.walk(folder / "run.db"))
+    return list(RunLog.walk(folder / "run.db"))
 
 
 def test_a_recorded_run_is_simulated_as_it_was_and_another_policy_as_it_is(tmp_path: Path) -> None:
-    tree, all_must = recorded(tmp_path / "all", quorum=3)
+    torch.manual_seed(0)
+    save(TinyModel(TinyConfig()), tmp_path / "weights")
+    with StagingFleet(tmp_path, 3, FAULTS, tmp_path) as fleet:
+        recorded = sync(fleet, tmp_path, quorum=3)
+        other = sync(fleet, tmp_path, quorum=1)
+
+    tree, all_must = fit(recorded)
     again = simulate(checked(tree, "run.db"))
     assert (again.syncs, again.aborted, again.behind) == (STEPS, all_must.aborted, all_must.behind)
     assert all_must.aborted > 0
     for name in ("sync_p50", "sync_p99", "hours", "gpu_hours", "paused"):  # the stated error
         assert getattr(again, name) == pytest.approx(getattr(all_must, name), rel=0.1), name
 
-    predicted = simulate(checked(varied(tree, "quorum", "1"), "run.db"))
-    _, one_must = recorded(tmp_path / "one", quorum=1)
-    assert (predicted.aborted, one_must.aborted) == (0, 0)
+    predicted, measured = simulate(checked(varied(tree, "quorum", "1"), "run.db")), CostCounter()
+    for entry in other:
+        if isinstance(entry, LogEntry) and not entry.agent and entry.position > recorded[-1].position:
+            measured.decided_by_bus(entry.typed_event(), entry.typed_effects())  # type: ignore[arg-type]
+    one_must = measured.finish()
+    assert (predicted.aborted, one_must.aborted, one_must.syncs) == (0, 0, STEPS)
+    assert predicted.hours < again.hours
     assert predicted.hours == pytest.approx(one_must.hours, rel=0.3)

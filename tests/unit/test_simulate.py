@@ -146,7 +146,9 @@ def test_the_command_line_says_what_it_needs(tmp_path: Path, capsys: pytest.Capt
     assert run(["simulate", str(model)]) == 2
     model.write_text("steps = 1")
     assert run(["simulate", str(model), "--vary", "quorum"]) == 2
+    assert run(["simulate", str(model), "--plot", str(tmp_path / "none" / "lost.svg")]) == 2
     said = capsys.readouterr().err
+    assert "the picture can't be written to" in said
     assert "name a MODEL, or a recorded run by --from" in said
     assert "fleet.toml is not TOML" in said
     assert "expected KEY=A,B,… such as quorum=all,3,1" in said
