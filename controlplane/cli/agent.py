@@ -84,7 +84,7 @@ RARE = frozenset(
 )
 
 
-class _Replica(click.IntRange):
+class _ReplicaOption(click.IntRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the index, or `auto`."""
         return value if value == AUTO else super().convert(value, param, ctx)
@@ -111,7 +111,7 @@ class _Replica(click.IntRange):
 @click.option(
     "--replica",
     metavar="N|auto",
-    type=_Replica(0, REPLICAS_MAX - 1),
+    type=_ReplicaOption(0, REPLICAS_MAX - 1),
     required=True,
     help="Index of the replica in the job; auto: one that is free, see docs/fleet.md.",
 )
