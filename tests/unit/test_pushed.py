@@ -241,6 +241,14 @@ def test_other_bytes_under_the_committed_label_take_a_replica_out_of_service() -
     assert run.heard().calls == ["pause"]
 
 
+def test_the_digest_of_a_load_is_not_that_of_what_is_pushed_afterwards() -> None:
+    """An engine that computes it after loads only shows none of its own."""
+    run = on_old()
+    run.state = replace(run.state, engine=replace(run.state.engine, digest="sglang:layout:loaded"))
+    run.issue(phase("prepare")).push("step 7").issue(phase("load"))
+    assert run.last == Acted(calls=(), version=7, digest=None)
+
+
 def test_an_agent_that_was_killed_during_the_wait_did_not_act_if_other_bytes_came() -> None:
     prepare = replace(phase("prepare"), manifest=manifest(7, "announced"))
     run = Run(replace(LABELLED, digest="launched")).issue(prepare).issue(phase("load"))
