@@ -175,6 +175,14 @@ def test_the_columns_of_the_status_are_of_one_moment_though_a_heartbeat_is_older
     assert shown(bus) == (1, "v1, generating", False)
 
 
+def test_a_command_that_an_agent_never_heard_is_not_said_to_have_been_told_to_it() -> None:
+    bus = Coordinator("0.0", "1.0")
+    bus.status("0.0", replace(SERVING, version=0))
+    bus.lose("0.0")
+    bus.issue(EngineCommand(operation="pause"))
+    assert "told to pause" not in shown(bus)[1]
+
+
 def test_the_status_shows_unproven_and_absent_agents_first() -> None:
     bus = committed()
     bus.arrive("2.0")
