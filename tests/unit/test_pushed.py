@@ -475,6 +475,12 @@ def test_a_judge_serves_whatever_its_label_says_since_it_is_never_synced(able: b
     assert is_ready(state) and trouble(state) == ""
 
 
+def test_a_judge_whose_agent_synced_it_before_serves_what_it_has_and_says_so() -> None:
+    state = agent(replace(PRIMARY, mode=RolloutMode.COLOCATED), LABELLED)
+    state = replace(state, engine=replace(state.engine, torn=True))  # as a journal of its earlier mode says
+    assert is_ready(state) and not status_of(state).torn and trouble(state) == ""
+
+
 def test_a_push_whose_label_is_the_number_of_a_committed_version_is_not_taken_for_it() -> None:
     run = Run(desired=Desired(committed=Committed(2, Checkpoint("v2"), None)))
     assert run.seen.label == "2" and is_ready(run.state)
