@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from controlplane.machine.events import CoordinatorEvent, JoinReceived, ResendRequested, RetireRequested
-from schemas.commands import AdapterSync, Broadcast, Command, Drain, EpochStart, ProfileCommand, UnknownCommand, WeightSync
+from schemas.commands import (
+    AdapterSync,
+    Broadcast,
+    Command,
+    Drain,
+    EpochStart,
+    ProfileCommand,
+    UnknownCommand,
+    WeightSync,
+)
 from schemas.desired import Desired, requested_session
 from schemas.events import (
     Call,
