@@ -94,7 +94,7 @@ def note_outcomes(state: CoordinatorState, command: Command, outcomes: Iterable[
             continue
         acked = _carried_out(outcome.conclusion)
         if acked and isinstance(command, EngineCommand) and command.operation in ("resume", "wake"):
-            acked = _runs_after(command, outcome.conclusion, member)
+            acked = _runs_after(outcome.conclusion, member)
         sync_acked = member.sync_acked
         if isinstance(command, WeightSync):
             sync_acked = acked and not _in_quarantine_after(command, member, _desired(state, member))
@@ -148,14 +148,15 @@ def _carried_out(conclusion: Conclusion) -> bool:
     return isinstance(conclusion, Acted) or conclusion == _ALREADY
 
 
-def _runs_after(command: EngineCommand, conclusion: Conclusion, member: Member) -> bool:
+def _runs_after(conclusion: Conclusion, member: Member) -> bool:
     """Whether a resume or a wake that was carried out shows that the engine generates. It may have had to pause for
-    want of weights; and a wake that resumes nothing leaves it paused, as engines are while they sleep.
+    want of weights; and a wake that resumes nothing leaves it paused, as engines are while they sleep. One that has
+    nothing to resume changes nothing: its memory may be asleep, since a wake failed.
     """
     calls = conclusion.calls if isinstance(conclusion, Acted) else ()
-    if {"resume", "pause", "wake"}.intersection(calls):
+    if {"resume", "pause", "wake", "sleep"}.intersection(calls):
         return "resume" in calls
-    return command.operation == "resume" or _generates(member)
+    return _generates(member)
 
 
 def _in_quarantine_after(command: WeightSync, member: Member, desired: Desired) -> bool:

@@ -89,7 +89,8 @@ def _settled(promises: Promises, process: Process, engine: Engine) -> None:
 def stranded(process: Process, desired: Desired) -> bool:
     """Whether nobody can give the engine weights that it may serve before the next sync. An agent whose engine shows no
     digest can't know that a load which failed has touched nothing; nor can one whose engine was launched again
-    meanwhile, and showed other weights before.
+    meanwhile, and showed other weights before. Nor does one know what was pushed under the same label for a sync that
+    was aborted.
     """
     engine, committed, fallback = process.slot.engine, desired.committed, desired.fallback
     if engine is None:
@@ -102,7 +103,11 @@ def stranded(process: Process, desired: Desired) -> bool:
     wanted = committed or fallback
     if wanted is None or durable_source(wanted.source) is not None:
         return False
-    return torn or engine.weights != weights_of(wanted.source) or engine.weights == process.slot.ledger.unproven
+    held = process.state.engine.loaded
+    again = held is not None and held != wanted and held.source == wanted.source
+    return (
+        torn or again or engine.weights != weights_of(wanted.source) or engine.weights == process.slot.ledger.unproven
+    )
 
 
 def may_be_torn(before: AgentState, event: Event) -> str | None:

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from controlplane.machine.events import CoordinatorEvent, JoinReceived, ResendRequested, RetireRequested
-from schemas.commands import AdapterSync, Broadcast, Command, EpochStart, ProfileCommand, UnknownCommand, WeightSync
+from schemas.commands import (
+    AdapterSync,
+    Broadcast,
+    Command,
+    Drain,
+    EpochStart,
+    ProfileCommand,
+    UnknownCommand,
+    WeightSync,
+)
 from schemas.desired import Desired, requested_session
 from schemas.events import (
     Call,
@@ -433,9 +442,9 @@ def session(promises: Promises, identity: Identity, seq: int, wanted: int | None
         if found is None or isinstance(found.command, EpochStart):
             return ""
         command = found.command
-        if not isinstance(command, ProfileCommand) or not found.target.includes(identity):
+        if not isinstance(command, ProfileCommand | Drain) or not found.target.includes(identity):
             continue
-        if command.action == "stop":
+        if isinstance(command, Drain) or command.action == "stop":
             return ""
         if requested_session(command, identity) is None:
             continue

@@ -21,7 +21,7 @@ from schemas.events import (
 )
 from schemas.identity import Identity, Operation
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
-from tests.unit.machines import PRESENT, agent, answers, carry_out, command, fold, sync
+from tests.unit.machines import PRESENT, agent, answers, called, carry_out, command, fault, fold, sync
 from workers.link.heartbeat import status_of
 from workers.machine.decide import next_deadline
 from workers.machine.readiness import is_ready
@@ -56,6 +56,15 @@ def test_requests_end_then_the_engine_is_paused_and_the_drain_answered() -> None
     state, _, _ = carry_out(state, effects)
     assert answers(effects)[0].outcome == Acted(calls=("await_idle", "pause"))
     assert state.engine.generating is False and not routable(state)
+
+
+def test_a_replica_that_could_not_be_paused_before_is_paused_when_it_leaves() -> None:
+    state, _ = fold(agent(), command(EngineCommand(operation="pause"), 1))
+    state, _ = fault(state, "No.", PRESENT)
+    assert state.suppressed.generation == "running" and state.engine.generating
+    state, _ = fold(state, command(Drain(grace_ms=5000), 2, ttl_ms=19_000, at_ms=100))
+    state, effects = fold(state, idle(state))
+    assert called(effects) == ["pause"]
 
 
 def test_requests_that_still_run_after_the_grace_are_aborted() -> None:

@@ -241,6 +241,14 @@ def test_other_bytes_under_the_committed_label_take_a_replica_out_of_service() -
     assert run.heard().calls == ["pause"]
 
 
+def test_the_digest_of_a_load_is_not_that_of_what_is_pushed_afterwards() -> None:
+    """An engine that computes it after loads only shows none of its own."""
+    run = on_old()
+    run.state = replace(run.state, engine=replace(run.state.engine, digest="sglang:layout:loaded"))
+    run.issue(phase("prepare")).push("step 7").issue(phase("load"))
+    assert run.last == Acted(calls=(), version=7, digest=None)
+
+
 def test_an_agent_that_was_killed_during_the_wait_did_not_act_if_other_bytes_came() -> None:
     prepare = replace(phase("prepare"), manifest=manifest(7, "announced"))
     run = Run(replace(LABELLED, digest="launched")).issue(prepare).issue(phase("load"))
@@ -465,6 +473,12 @@ def test_a_judge_serves_whatever_its_label_says_since_it_is_never_synced(able: b
     seen = replace(LABELLED, label="2", version=2, operations=LABELLED.operations - lacking)
     state = agent(replace(PRIMARY, mode=RolloutMode.COLOCATED), seen)
     assert is_ready(state) and trouble(state) == ""
+
+
+def test_a_judge_whose_agent_synced_it_before_serves_what_it_has_and_says_so() -> None:
+    state = agent(replace(PRIMARY, mode=RolloutMode.COLOCATED), LABELLED)
+    state = replace(state, engine=replace(state.engine, torn=True))  # as a journal of its earlier mode says
+    assert is_ready(state) and not status_of(state).torn and trouble(state) == ""
 
 
 def test_a_push_whose_label_is_the_number_of_a_committed_version_is_not_taken_for_it() -> None:

@@ -175,6 +175,26 @@ def test_the_columns_of_the_status_are_of_one_moment_though_a_heartbeat_is_older
     assert shown(bus) == (1, "v1, generating", False)
 
 
+@pytest.mark.parametrize("calls", [(), ("sleep",)])
+def test_a_resume_that_resumes_nothing_proves_nothing_of_a_replica_whose_wake_failed(calls: tuple[str, ...]) -> None:
+    """Its memory stays asleep."""
+    bus = Coordinator("0.0")
+    bus.status("0.0", replace(SERVING, ready=False, generating=False, version=0, asleep=("kv_cache",)))
+    bus.issue(EngineCommand(operation="wake"))
+    bus.answer(a0_0=NO)
+    bus.issue(EngineCommand(operation="resume"))
+    bus.answer(a0_0=Acted(calls=calls))
+    assert shown(bus)[0] is None
+
+
+def test_a_command_that_an_agent_never_heard_is_not_said_to_have_been_told_to_it() -> None:
+    bus = Coordinator("0.0", "1.0")
+    bus.status("0.0", replace(SERVING, version=0))
+    bus.lose("0.0")
+    bus.issue(EngineCommand(operation="pause"))
+    assert "told to pause" not in shown(bus)[1]
+
+
 def test_the_status_shows_unproven_and_absent_agents_first() -> None:
     bus = committed()
     bus.arrive("2.0")

@@ -62,7 +62,7 @@ def apply_observation(engine: EngineState, observation: Observation) -> EngineSt
         engine = _as_found(engine, observation)
     if engine.memory != "agent":
         engine, observation = _without_memory(engine, observation)
-    asleep = observation.asleep
+    asleep, relabelled = observation.asleep, engine.label != observation.label and observation.label is not None
     return replace(
         with_listed(_with_label(engine, observation), observation.adapters),
         name=observation.engine,
@@ -77,7 +77,7 @@ def apply_observation(engine: EngineState, observation: Observation) -> EngineSt
         session=None if observation.profiling is False else engine.session,
         opening=engine.opening and observation.profiling is None,
         closing=engine.closing and observation.profiling is None,
-        digest=engine.digest if observation.digest is None else observation.digest,
+        digest=observation.digest or (None if relabelled and engine.label is not None else engine.digest),
         torn=engine.torn or _has_other_bytes(engine, observation),
         launched_from=engine.launched_from or _launched_from(engine, observation),
         recomputes=observation.recomputes,

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from schemas.commands import (
     AdapterSync,
     Command,
+    Drain,
     EngineCommand,
     EpochStart,
     ProfileCommand,
@@ -68,6 +69,8 @@ def clear_suppressed(
             return replace(suppressed, adapters=frozenset(others))
         case AdapterSync():
             return replace(suppressed, adapters=suppressed.adapters - {command.adapter.model})
+        case Drain():
+            return replace(suppressed, generation=None)
         case EpochStart():
             return Suppressed(quarantined=_of_committed(suppressed, before))
         case WeightSync() if command.version > before.version and command.phase != "load":
