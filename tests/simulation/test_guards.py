@@ -106,7 +106,7 @@ GUARDS = {
         "workers/machine/decide.py",
         "event.epoch == state.snapshot_epoch and event.seq < state.seq",
         "event.epoch == state.snapshot_epoch and event.seq <= state.seq",
-        79,
+        661,
     ),
     "agents end first": Guard(
         "controlplane/machine/publishing.py",
@@ -136,7 +136,7 @@ GUARDS = {
         "workers/machine/lora.py",
         "UnloadAdapter(model, waited=now_ms >= unload.until_ms)",
         "UnloadAdapter(model, waited=True)",
-        28,
+        177,
     ),
     "adapters left": Guard(
         "workers/machine/lora.py",
@@ -154,7 +154,7 @@ GUARDS = {
         "workers/machine/lora.py",
         "return engine.adapter_places is not None and has_place(engine) and not has_place(before)",
         "return False",
-        177,
+        270,
     ),
     "a sync waits for a place": Guard(
         "workers/machine/rules.py",

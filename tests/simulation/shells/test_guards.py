@@ -40,25 +40,25 @@ GUARDS = {
         "if not (scope.cancel_called and isinstance(error, asyncio.CancelledError)):",
         "if scope.cancel_called and not isinstance(error, Exception):\n                    raise\n"
         "                else:",
-        4,
+        25,
     ),
     "no late call": Guard(
         "workers/driver.py",
         "elif self._is_late():",
         "elif False:",
-        13,
+        33,
     ),
     "no cancelled call": Guard(
         "workers/driver.py",
         "with CancelScope(shield=True):",
         "with CancelScope(shield=False):",
-        2,
+        20,
     ),
     "an observation gives way": Guard(
         "workers/driver.py",
         "self._requested = perform\n        self._observing.cancel()",
         "self._requested = perform",
-        8,
+        3,
     ),
     "other bytes under a label": Guard(
         "workers/machine/observe.py",
@@ -70,19 +70,19 @@ GUARDS = {
         "workers/link/connection.py",
         "if not connecting.cancelled_caught and await self._answers(dealer):",
         "if False:",
-        9,
+        39,
     ),
     "a silent subscription": Guard(
         "workers/link/link.py",
         "if self._published_ms < since <= self._connection.answered_ms:",
         "if False:",
-        23,
+        98,
     ),
     "join again": Guard(
         "workers/link/link.py",
         "self._session.scope.cancel()",
         "pass",
-        1,
+        3,
     ),
     "lease of members": Guard(
         "workers/link/link.py",
@@ -100,13 +100,13 @@ GUARDS = {
         "controlplane/bus/bus_loop.py",
         "if drained and not self.inbox.drop_silent(at_us - self._config.agent_timeout_ms * 1000):",
         "if False:",
-        2,
+        9,
     ),
     "a stranger says hello": Guard(
         "controlplane/bus/bus_loop.py",
         "self._tell_unregistered()",
         "pass",
-        1,
+        0,
     ),
 }
 
