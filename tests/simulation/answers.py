@@ -10,7 +10,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from schemas import events
-from schemas.commands import AdapterSync, EngineCommand, EpochStart, ProfileCommand, Pushed, UnknownCommand, WeightSync
+from schemas.commands import (
+    AdapterSync,
+    Drain,
+    EngineCommand,
+    EpochStart,
+    ProfileCommand,
+    Pushed,
+    UnknownCommand,
+    WeightSync,
+)
 from schemas.identity import COLOCATED, ROLLOUT, Identity
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from tests.simulation import leaving, serving, verdicts
@@ -89,7 +98,7 @@ def _skipped(promises: Promises, process: Process, published: Published, given: 
             return "" if place.mode is COLOCATED else "its mode syncs"
         case Reason.SUPERSEDED if given.rule == 10:
             later = [found.command for seq, found in promises.log.items() if seq > given.seq]
-            newer = any(isinstance(other, WeightSync | AdapterSync | EpochStart) for other in later)
+            newer = any(isinstance(other, WeightSync | AdapterSync | EpochStart | Drain) for other in later)
             return "" if newer or process.state.bus_lost else "nothing newer was published"
         case Reason.ALREADY_PROFILING if certain and engine is not None and isinstance(command, ProfileCommand):
             doubtful = engine.doubtful | engine.recorded
