@@ -134,7 +134,7 @@ class BusLoop:
         if count := self.publisher.cut_off_floods():
             logger.warning("cut off %d connections: %s", count, FLOODED)
         if self.publisher.held_s * 1_000_000 > STALLED_US:  # that of a turn too: it is not the disk
-            self.callers.expire(self.now_us(), BusFaulted(FLOODED))
+            self.callers.expire(self.now_us(), BusFaulted(f"{FLOODED}, or this process leaves it no time to run"))
             return
         self.clock.watch(self.callers, self._fault)
         self.held_up.look()
