@@ -132,7 +132,7 @@ def test_a_probe_finds_it_ready_while_requests_may_come(plane: ControlPlane, tmp
         assert plane.pause().wait().acted and ready(node) == 200
         assert plane.sleep().wait().acted and ready(node) == 503
         assert plane.wake().wait().acted and plane.resume().wait().acted and ready(node) == 200
-    with Node(f"ipc://{tmp_path}/nobody", tmp_path, 0, 1, "--metrics-port", "0") as alone:
+    with Node(f"ipc://{tmp_path}/no-bus", tmp_path, 0, 1, "--metrics-port", "0") as alone:
         wait_until(lambda: "metrics at" in alone.output)
         assert ready(alone) == 503
 
@@ -269,7 +269,7 @@ def test_an_engine_without_its_packages_ends_the_agent_with_one_clear_line(tmp_p
 
 
 def test_an_agent_without_a_bus_says_what_it_waits_for(tmp_path: Path) -> None:
-    with Node(f"ipc://{tmp_path}/nobody", tmp_path, 0, 1) as node:
+    with Node(f"ipc://{tmp_path}/no-bus", tmp_path, 0, 1) as node:
         while "waits: nothing listens at" not in node.output:
             assert node.process.poll() is None
         assert node.end(signal.SIGTERM) == 0

@@ -57,7 +57,7 @@ class Nodes:
         return str(node.node_id)
 
     def kill(self, node: str) -> None:
-        """Kill all of its processes: nothing of it says goodbye."""
+        """Kill all of its processes, so that none of them ends in good order."""
         self._cluster.remove_node(self._nodes[node], allow_graceful=False)
 
     def freeze(self, node: str) -> None:

@@ -187,7 +187,7 @@ def test_what_ends_an_agent_for_good_is_reported(plane: ControlPlane, tmp_path: 
 
 
 def test_an_agent_without_a_bus_is_named_when_time_is_up(tmp_path: Path, nodes: list[str]) -> None:
-    bus, replicas = f"ipc://{tmp_path}/nobody", [ReplicaNodes(nodes[:1])]
+    bus, replicas = f"ipc://{tmp_path}/no-bus", [ReplicaNodes(nodes[:1])]
     with (
         place_agents(bus=bus, replicas=replicas, engine=small, state_dir=tmp_path) as placement,
         pytest.raises(AgentsMissing, match=r"1 of 1 agents were not ready after 0\.2 s: 0\.0\."),

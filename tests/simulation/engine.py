@@ -127,8 +127,8 @@ class Engine:
     kind: whose observations it gives.   weights, version: what it really holds, and how it numbers that.   label: what
     it calls them; None if it reports none.   memory: who releases it.   interrupts: it generated when the trainer
     released its memory.   called: every call that was begun, in order.   closes_ms: when its session ends with its
-    window.   recorded: steps of the sessions that ended so.   doubtful: steps of which nobody knows
-    whether a session was opened.   stop_doubtful: nobody knows whether the stop of its last session was made.
+    window.   recorded: steps of the sessions that ended so.   doubtful: steps of which it is not known
+    whether a session was opened.   stop_doubtful: it is not known whether the stop of its last session was made.
     forgotten: step of the open session that its agent can't know: it lost its journal, or another agent, which was cut
     off, opened it.
     launched_from: the directory of the weights of its launch, if it reports that.
@@ -411,7 +411,7 @@ class Engine:
             self._tear()
 
     def doubt(self, call: events.Call) -> None:
-        """Note a call of which nobody knows whether it was made, and that would leave a session or none."""
+        """Note a call of which it is not known whether it was made, and that would leave a session or none."""
         if isinstance(call, events.StartProfile | events.StopProfile) and self.kind != "tiny":
             self.doubtful.add(call.session.step)
             self.stop_doubtful = isinstance(call, events.StopProfile)

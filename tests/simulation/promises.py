@@ -378,7 +378,7 @@ class Promises:
             return
         if engine.caller is not None and serving.misled(engine.caller):  # another one commands it too
             return
-        self.broken("I1 no torn serving", f"{slot.name} resumes on {engine.weights}, which nobody committed")
+        self.broken("I1 no torn serving", f"{slot.name} resumes on {engine.weights}, which were not committed")
 
     # --- what was told ------------------------------------------------------------------------------------------------
 

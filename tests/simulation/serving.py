@@ -87,7 +87,7 @@ def _settled(promises: Promises, process: Process, engine: Engine) -> None:
 
 
 def stranded(process: Process, desired: Desired) -> bool:
-    """Whether nobody can give the engine weights that it may serve before the next sync. An agent whose engine shows no
+    """Whether nothing can give the engine weights that it may serve before the next sync. One whose engine shows no
     digest can't know that a load which failed has touched nothing; nor can one whose engine was launched again
     meanwhile, and showed other weights before. Nor does one know what was pushed under the same label for a sync that
     was aborted.

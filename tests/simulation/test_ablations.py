@@ -355,7 +355,7 @@ ABLATIONS = {
     "resumed by a bus": Ablation(Mechanisms(agent=resuming_by_itself), "I1 no torn serving", first=9),
     # The trainer releases memory for its own work, and the agent wakes it.
     "memory of the trainer": Ablation(Mechanisms(agent=sharing_memory), "P5 one effect", first=28),
-    # The trainer pushed weights, and the sync was aborted: the engine goes on with what nobody committed.
+    # The trainer pushed weights, and the sync was aborted: the engine goes on with what was not committed.
     "weights read again": Ablation(Mechanisms(agent=believing_unread), "I1 no torn serving", first=380),
     # Engines load other bytes than they were told to, and report success.
     "digests compared": Ablation(Mechanisms(bus=comparing_nothing), "I2 proof", first=1493),

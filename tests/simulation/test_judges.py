@@ -196,7 +196,7 @@ def test_an_agent_without_a_bus_brings_each_launch_of_its_engine_back_and_is_cau
 
 
 @pytest.mark.parametrize(("lost", "launches"), [(False, 1), (True, 3)])
-def test_an_engine_of_which_nobody_knows_what_it_does_is_launched_again_twice_at_most(
+def test_an_engine_of_which_it_is_not_known_what_it_does_is_launched_again_twice_at_most(
     lost: bool, launches: int
 ) -> None:
     process, engine = beside_its_engine()

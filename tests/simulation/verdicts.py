@@ -315,7 +315,7 @@ def receives(process: Process, call: Call) -> str:
     trigger, received = process.trigger, process.slot.ledger.received
     commanded = trigger is not None and isinstance(trigger.command, WeightSync) and trigger.command.phase == "load"
     if trigger is None or not commanded or (trigger.origin, trigger.seq) in received:
-        return f"{process.peer} receives {call.source.group} again, and nobody sends it"
+        return f"{process.peer} receives {call.source.group} again, and it is not sent"
     received.add((trigger.origin, trigger.seq))
     return ""
 
@@ -349,7 +349,7 @@ def stale(promises: Promises, place: Identity, command: WeightSync, seq: int) ->
 
 def replayed(promises: Promises, bus: Bus, event: Event, held_ms: int) -> str:
     """A command that is sent again is not good for longer than it was. `held_ms`: how long it waited for its agent."""
-    if not isinstance(event, CommandReceived) or isinstance(event.command, UnknownCommand):  # one that nobody can read
+    if not isinstance(event, CommandReceived) or isinstance(event.command, UnknownCommand):  # one that can't be read
         return ""
     new = promises.log.get(event.seq)
     if new is None or new.origin != event.origin or new.life != bus.life:

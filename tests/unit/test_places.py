@@ -50,7 +50,7 @@ def test_a_place_is_kept_for_a_lease_for_an_agent_that_does_not_come() -> None:
     assert [bus.ask("a"), bus.ask("b", LEASE_US - 1)] == [0, 1]
     assert [bus.ask("c", LEASE_US), bus.ask("a", LEASE_US)] == [0, 2]
     bus.ask("d", 9 * LEASE_US)
-    assert set(bus.state.assigned) == {"d"}, "what nobody comes for does not pile up"
+    assert set(bus.state.assigned) == {"d"}, "places that no agent takes do not pile up"
 
 
 def test_a_place_is_kept_also_by_a_bus_that_was_started_again() -> None:
