@@ -311,6 +311,8 @@ def _assigned(state_dir: Path | None, options: dict[str, Any], bus: str, keys: P
         options["replica"] = int(file.read_text())
     except OSError as error:
         raise ConfigError(f"{file} can't be used ({error.strerror}): name another --state-dir") from error
+    except ValueError:
+        raise ConfigError(f"{file} names no replica: delete it, and the bus assigns one anew") from None
     return file
 
 

@@ -153,3 +153,12 @@ def test_an_agent_takes_its_options_from_a_file(tmp_path: Path) -> None:
             assert [member.agent for member in plane.status().agents] == ["2.1"]
             process.terminate()
             assert process.wait(60) == 0
+
+
+def test_a_place_that_was_remembered_and_is_none_is_named_with_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "auto-tiny" / "replica"
+    file.parent.mkdir()
+    file.write_text("one")
+    words = ["--bus", "tcp://127.0.0.1:1", "--replica", "auto", "--engine", "tiny", "--state-dir", str(tmp_path)]
+    error = CliRunner().invoke(agent, words).exception
+    assert isinstance(error, ConfigError) and f"{file} names no replica: delete it" in str(error)
