@@ -58,14 +58,9 @@ KINDS: Final = (
 """Kinds of changes that are tried."""
 ORDERING: Final = re.compile(r"(Eq|NotEq)_(Lt|LtE|Gt|GtE)$")
 NUMBER_MAX: Final = 63
-NEAREST = (
-    *("decisions", "fleet", "weights", "syncs", "reconcile", "machine_lives", "machine_faults", "observe"),
-    *("suppressed", "coordinator", "pushed", "sessions", "readiness", "profile_decisions", "trainer_memory"),
-    *("desired", "unanswered", "way_back", "keep", "lost_trainers", "sync_reports", "observing", "keys"),
-    *("commanders", "stacks", "heartbeat", "training_fleet", "tickets", "tables", "serving", "driver"),
-    *("adapters", "adapter_syncs", "provenance", "samples", "lost_journals", "notices"),
+FEEDS_A_MACHINE: Final = re.compile(
+    r"from tests\.unit\.(machines|fleets) import|from controlplane\.machine\.samples import"
 )
-"""The unit tests that feed a machine."""
 OTHERS = ("tests/scenarios", "tests/replays", "tests/golden")
 AT_IMPORT: Final = -1
 LIMIT_S = 60
@@ -207,9 +202,8 @@ class Checkout:
             return "simulation"
         if by == "simulation":
             return ""
-        named = [f"tests/unit/test_{name}.py" for name in dict.fromkeys((near, *self._importing(near), *NEAREST))]
-        nearest = [name for name in named if (self.folder / name).exists()]
-        return "" if self._tests(*nearest) and self._tests(*OTHERS) else "units"
+        nearest = sorted(self._unit_tests(), key=lambda test: not self._is_of(test, near))
+        return "" if self._tests(*map(str, nearest)) and self._tests(*OTHERS) else "units"
 
     def _reaching(self, mutant: Mutant, source: str) -> list[int]:
         """The worlds that reach its line, or its statement if the line has no code of its own."""
@@ -221,11 +215,15 @@ class Checkout:
                 return list(range(self.seeds)) if AT_IMPORT in found else sorted(found)[: self.seeds]
         return []
 
-    def _importing(self, module: str) -> list[str]:
-        """The unit tests that import this module of the machines themselves."""
-        imports = re.compile(rf"from (schemas|\w+\.machine)(\.{module} import| import .*\b{module}\b)")
+    def _unit_tests(self) -> list[Path]:
+        """The unit tests that feed a machine."""
         files = sorted((self.folder / "tests/unit").glob("test_*.py"))
-        return [file.stem.removeprefix("test_") for file in files if module and imports.search(file.read_text())]
+        return [file for file in files if FEEDS_A_MACHINE.search(file.read_text())]
+
+    def _is_of(self, test: Path, module: str) -> bool:
+        """Whether a unit test is named after this module of the machines, or imports it."""
+        imports = re.compile(rf"from (schemas|\w+\.machine)(\.{module} import| import .*\b{module}\b)")
+        return bool(module) and (test.stem == f"test_{module}" or bool(imports.search(test.read_text())))
 
     def _tests(self, *arguments: str) -> bool:
         return self._passes("-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments)

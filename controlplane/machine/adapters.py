@@ -121,8 +121,8 @@ def with_loading(state: CoordinatorState, adapter: AdapterVersion) -> Coordinato
     known = state.adapters.get(adapter.name, _NONE)
     others = tuple(used for used in known.used if used.adapter != adapter)
     earlier = next((used for used in known.used if used.adapter == adapter), UsedAdapter(adapter))
-    committed_seq = 0 if earlier.dropped_seq else earlier.committed_seq  # one that was dropped may come back
-    loading = UsedAdapter(adapter, loaded_seq=state.seq + 1, committed_seq=committed_seq)
+    committed = earlier.committed and not earlier.dropped_seq  # one that was dropped may come back
+    loading = UsedAdapter(adapter, loaded_seq=state.seq + 1, committed=committed)
     return _with(state, adapter.name, replace(known, used=(*others, loading)))
 
 
@@ -132,10 +132,7 @@ def with_committed(state: CoordinatorState, adapter: AdapterVersion) -> Coordina
     Replicas that loaded it hold it, whatever they answer to the commit, and may unload an older one at once.
     """
     known = state.adapters.get(adapter.name, _NONE)
-    used = (
-        replace(entry, committed_seq=entry.committed_seq or state.seq + 1) if entry.adapter == adapter else entry
-        for entry in known.used
-    )
+    used = (replace(entry, committed=True) if entry.adapter == adapter else entry for entry in known.used)
     return _with(state, adapter.name, replace(known, used=tuple(used)))
 
 
@@ -172,7 +169,7 @@ def in_a_new_life(adapters: Mapping[str, KnownAdapter], seq: int) -> Mapping[str
         name: replace(
             known,
             used=tuple(
-                entry if entry.committed_seq or entry.dropped_seq else replace(entry, dropped_seq=seq)
+                entry if entry.committed or entry.dropped_seq else replace(entry, dropped_seq=seq)
                 for entry in known.used
             ),
         )
@@ -219,7 +216,7 @@ def live_versions(state: CoordinatorState, name: str) -> list[UsedAdapter]:
         state: The run.
         name: Of the adapter.
     """
-    live = [entry for entry in state.adapters.get(name, _NONE).used if entry.committed_seq and not entry.dropped_seq]
+    live = [entry for entry in state.adapters.get(name, _NONE).used if entry.committed and not entry.dropped_seq]
     return sorted(live, key=lambda entry: entry.adapter.version, reverse=True)
 
 

@@ -121,13 +121,13 @@ class UsedAdapter(Struct, frozen=True):
         adapter: The version.
         holders: Replicas that were ever proven to hold it, in order.
         loaded_seq: Position of the newest command to load it.
-        committed_seq: Position of its commit; 0 if it was not committed.
+        committed: A sync committed it, or is committing it.
         dropped_seq: Position from which on replicas need not hold it; 0 while they should.
     """
 
     adapter: AdapterVersion
     loaded_seq: Count = 0
-    committed_seq: Count = 0
+    committed: bool = False
     dropped_seq: Count = 0
     holders: tuple[Count, ...] = ()
 
@@ -146,7 +146,7 @@ class KnownAdapter(Struct, frozen=True, kw_only=True):
     @property
     def newest_committed(self) -> int:
         """The newest version that was ever committed, of those that are remembered; 0 if there is none."""
-        return max((used.adapter.version for used in self.used if used.committed_seq), default=0)
+        return max((used.adapter.version for used in self.used if used.committed), default=0)
 
 
 class Sync(Struct, frozen=True, kw_only=True):

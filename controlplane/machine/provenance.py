@@ -154,7 +154,7 @@ def _known(state: CoordinatorState, label: str, replica: int | None) -> tuple[st
                 open_ = name in state.syncs
                 listed = replica is not None and holds_version(state, replica, used)  # from its load on, not its commit
                 holders = (replica,) if replica is not None and listed else used.holders
-                proof = _proof(committed=bool(used.committed_seq), holders=holders, open_=open_, replica=replica)
+                proof = _proof(committed=used.committed, holders=holders, open_=open_, replica=replica)
                 return name, used.adapter.version, adapter.newest_committed, proof
     newest = max((known.weights.version for known in state.loaded if known.committed), default=0)
     if label == LAUNCH_LABEL:
