@@ -6,10 +6,13 @@ import pytest
 
 from controlplane.analysis.invariants import verify
 from controlplane.cli.replay_log import new_replayer, replay_log
+from controlplane.machine import coordinator
+from controlplane.record.log import RunLog
 from controlplane.replay.recorded_run import RecordedRun
 from schemas.commands import ProfileCommand
 from schemas.events import Perform
 from schemas.outcomes import Acted, Failed, Missing, Reason, Skipped
+from workers.machine import decide
 
 HERE = Path(__file__).parent
 LOGS = sorted(HERE.glob("*.db"))
@@ -21,6 +24,11 @@ def run(name: str) -> RecordedRun:
 
 def test_there_are_three() -> None:
     assert [path.stem for path in LOGS] == ["killed", "torn-fleet", "trained"]
+
+
+def test_they_were_recorded_by_this_decision_logic_of_which_both_machines_have_the_same() -> None:
+    headers = {RunLog.header(path).logic for path in LOGS}
+    assert headers == {coordinator.LOGIC} == {decide.LOGIC}
 
 
 @pytest.mark.parametrize("path", LOGS, ids=lambda path: path.stem)
