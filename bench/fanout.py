@@ -4,9 +4,8 @@
 
 Ours publishes, records, decides on every agent, journals, answers, concludes and reports. In `rolloutctl` the engines
 act on every command, in a task of their own; in `rolloutctl-skip` the agents decide to skip it (node rank 1 and up);
-`rolloutctl-keys` is `rolloutctl` with CURVE on both sockets: its ratio to `rolloutctl` is the cost of keys. `floor` and
-`floor-skip` are the same promises written by hand (`bench.floor`, engines called inline). The peers only exchange.
-Agents of all systems but Ray live in two processes.
+`rolloutctl-keys` is `rolloutctl` with CURVE on both sockets: its ratio to `rolloutctl` is the cost of keys. The peers
+only exchange. Agents of all systems but Ray live in two processes.
 
 All systems but Ray are open at the same time and measured in turn, some rounds each, while the agents of the others are
 stopped: whatever else the machine does strikes all. Ray is measured after them. Compare ratios, not microseconds.
@@ -23,7 +22,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from bench import peers
-from bench.floor import floor, floor_agents
 from bench.null_engine import NullEngine
 from bench.processes import System, run_agents, spawn
 from bench.tables import Row, pivot
@@ -85,8 +83,6 @@ SYSTEMS: dict[str, Callable[[int], AbstractContextManager[System]]] = {
     "rolloutctl": ours(1),
     "rolloutctl-skip": ours(2),
     "rolloutctl-keys": ours(1, with_keys=True),
-    "floor": floor(1),
-    "floor-skip": floor(2),
     "pyzmq": peers.pyzmq_exchange,
     "http": peers.http_exchange,
     "ray": peers.ray_exchange,
@@ -143,8 +139,6 @@ NAMES = {
     "rolloutctl-skip": "ours, agents skip",
     "rolloutctl": "ours, engines called",
     "rolloutctl-keys": "ours with keys, engines called",
-    "floor-skip": "floor, agents skip",
-    "floor": "floor, engine called inline",
     "http": "HTTP (aiohttp, FastAPI)",
     "ray": "Ray actors",
     "pyzmq": "bare pyzmq",
@@ -171,7 +165,6 @@ def main() -> None:
     if len(sys.argv) > 2 and sys.argv[1] == "--serve":
         serve: dict[str, Callable[..., None]] = {
             "rolloutctl": our_agents,
-            "floor": floor_agents,
             "pyzmq": peers.pyzmq_agents,
             "http": peers.http_agents,
         }

@@ -13,7 +13,7 @@ LONG = (
     "adapters --sizes 1 --agents 2 --rounds 1",
     "agents --agents 2 --commands 2 --idle 0.1",
     "checkpoints --sizes 1 --rounds 1",
-    "fanout --agents 2 --rounds 2 --systems rolloutctl-keys,floor,pyzmq",
+    "fanout --agents 2 --rounds 2 --systems rolloutctl-keys,pyzmq",
     "join --agents 2",
     "parts --agents 2 --seconds 0.2",
     "speakers --agents 2 --blocks 1 --idle 0.1 --uploads",
