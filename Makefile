@@ -119,7 +119,6 @@ bench: $(VENV)/.bench-ready
 	-timeout 400 $(BIN)/python -m bench.fanout --out bench/fanout.json
 	-timeout 400 $(BIN)/python -m bench.speakers --out bench/speakers.json
 	-timeout 400 $(BIN)/python -m bench.speakers --agents 64,1024 --blocks 3 --uploads --out bench/uploads.json
-	-timeout 400 $(BIN)/python -m bench.parts --out bench/parts.json
 	-timeout 400 $(BIN)/python -m bench.trainer --out bench/trainer.json
 	-timeout 400 $(BIN)/python -m bench.agents --out bench/agents.json
 	-timeout 400 $(BIN)/python -m bench.join --agents 256,1024 --out bench/join.json
