@@ -62,7 +62,7 @@ def test_agents_get_places_of_their_own_keep_them_and_take_up_those_that_were_re
         third = started.enter_context(auto(bus, tmp_path / "c"))
         plane.wait_for_agents(3, timeout=120).wait()
         assert (places(first), places(second), places(third)) == ([0, 0], [1, 1], [2])
-        plane.drain(0).wait()
+        plane.drain(0, grace=0).wait()
         assert first.process.wait(60) == 0
         late = started.enter_context(auto(bus, tmp_path / "d"))
         plane.wait_for_agents(3, timeout=120).wait()
