@@ -3,24 +3,22 @@
 import json
 import re
 import signal
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Self
 from urllib.error import HTTPError
 
 import pytest
 
 from controlplane import ControlPlane
-from schemas.commands import Checkpoint
+from schemas.commands import Checkpoint, ProfileCommand
 from schemas.config import BusConfig
 from schemas.errors import EngineError
 from schemas.formatting import kind_and_reason
+from tests.engines.servers import AgentProcess
 from tests.running import python, started, typed
 from tests.waiting import wait_until
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
@@ -29,36 +27,16 @@ from workers.engines.tiny.server import Completion, TinyClient
 QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=100, agent_timeout_ms=500, retransmit_ms=200)
 
 
-class Node:
-    """One agent process. What it says is kept in a file, so that nothing blocks it."""
+class Node(AgentProcess):
+    """One agent process, with the tiny engine if no option names another. Its replica may be `auto`."""
 
     def __init__(self, bus: str, folder: Path, replica: int | str, node_rank: int, *options: str) -> None:
         folder.mkdir(exist_ok=True)
-        place = ["--replica", str(replica), "--node-rank", str(node_rank), "--nnodes", "2"]
-        folders = {"--checkpoints": folder, "--traces": folder / "traces", "--state-dir": folder / "state"}
-        self._command = ["-m", "controlplane.cli", "agent", "--bus", bus, "--engine", "tiny", *place, *options]
-        self._command += [str(word) for option in folders.items() for word in option]
-        self._log = folder / f"{replica}.{node_rank}.log"
-        self.start()
+        super().__init__(bus, folder, f"{replica}.{node_rank}", 2, "--engine", "tiny", *options)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def start(self) -> None:
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen([sys.executable, *self._command], stderr=log)
-
-    def end(self, with_signal: signal.Signals) -> int:
+    def end(self, with_signal: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(with_signal)
         return self.process.wait(60)
-
-    @property
-    def output(self) -> str:
-        return self._log.read_text()
 
 
 @pytest.fixture
@@ -198,6 +176,8 @@ def test_an_engine_is_driven_by_hand(plane: ControlPlane, tmp_path: Path) -> Non
         assert by_hand("sleep", "--tag", "kv_cache") == {"0.0": "pause,sleep"}
         assert by_hand("sleep") == {"0.0": "sleep"}
         assert by_hand("wake") == {"0.0": "wake,resume"}
+        check = ProfileCommand(action="check", step=2)  # it may hold the agent up for longer than this bus waits
+        wait_until(lambda: plane.publish(check).wait().acted == ("0.0",))
         assert by_hand("profile", "start", "--step", "2", "--window", "0", "3") == {"0.0": "start_profile"}
         assert client.generate([[3]], 8, temperature=0)[0].tokens == tokens
         assert by_hand("profile", "stop", "--step", "2") == {"0.0": "stop_profile"}
