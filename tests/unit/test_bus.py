@@ -114,13 +114,6 @@ async def test_the_log_has_the_decisions_of_every_agent(tmp_path: Path, context:
         assert "command" in {entry.kind for entry in entries if entry.agent == agent}
 
 
-@pytest.mark.one_loop
-async def test_a_command_to_an_empty_fleet_ends_at_once(tmp_path: Path, context: Context) -> None:
-    async with opened(tmp_path, context) as bus:
-        report = await bus.publish(PAUSE, ALL, 3_600_000)
-    assert report.outcomes == ()
-
-
 async def test_only_agents_that_do_not_answer_are_missing_at_the_deadline(tmp_path: Path, context: Context) -> None:
     async with opened(tmp_path, context) as bus, fleet(bus, context, tmp_path, PRIMARY, OTHER) as engines:
         engines[0].gate = gate = anyio.Event()
@@ -209,16 +202,6 @@ async def test_an_answer_counts_before_the_goodbye_that_follows_it(
                 monkeypatch.setattr(bus._log, "commit", commit)
                 assert outcomes(await bus.publish(PAUSE, ALL, 10_000)) == {"0.0": "acted"}
             bus.router._sock.disable_monitor()
-
-
-@pytest.mark.one_loop
-async def test_a_silent_agent_is_out_of_the_fleet(tmp_path: Path, context: Context) -> None:
-    async with opened(tmp_path, context) as bus:
-        hello = wire.Hello(identity=PRIMARY, incarnation="a", journal="j", host="h", pid=1)
-        async with agent_dealer(context, bus.address) as dealer:
-            await dealer.send([wire.encode_header(0), wire.encode(hello)])
-            await reached(bus, lambda state: state.members["0.0"].state == "joining" if state.members else False)
-            await reached(bus, lambda state: not state.members)  # and forgotten, since it never joined
 
 
 async def test_agents_rejoin_a_bus_that_restarts_on_its_log(tmp_path: Path, context: Context) -> None:
