@@ -194,6 +194,7 @@ def test_a_fleet_that_is_not_whole_at_the_end_is_judged_so(fleet: Callable[..., 
             staging.judge(tmp_path / "run.db")
 
 
+@pytest.mark.long
 def test_the_pages_example_passes_and_its_plan_is_explained(tmp_path: Path) -> None:
     example = module_of("docs/gamedays.md", "test_my_trainer", tmp_path)
     done = subprocess.run(
