@@ -11,8 +11,6 @@ All systems but Ray are open at the same time and measured in turn, some rounds 
 stopped: whatever else the machine does strikes all. Ray is measured after them. Compare ratios, not microseconds.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -21,10 +19,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
-from bench import peers
+from bench import peers, tables
 from bench.null_engine import NullEngine
 from bench.processes import System, run_agents, spawn
-from bench.tables import Row, pivot
+from bench.tables import Row
 from controlplane.bus.descriptors import raise_limit
 from schemas.commands import EngineCommand
 from schemas.config import BusConfig
@@ -157,7 +155,7 @@ def cell(row: Row) -> str:
 
 def table(rows: list[Row]) -> str:
     """Return a line for each system and a column for each number of agents."""
-    return pivot(sorted(rows, key=lambda row: [*NAMES].index(row["system"])), name, "{agents}", cell, "agents")
+    return tables.pivot(sorted(rows, key=lambda row: [*NAMES].index(row["system"])), name, "{agents}", cell, "agents")
 
 
 def main() -> None:
@@ -170,12 +168,7 @@ def main() -> None:
         }
         serve[sys.argv[2]](int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--agents", default="1,8,32,64,256")
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--systems", default=",".join(SYSTEMS))
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = tables.read_options(__doc__, agents="1,8,32,64,256", rounds=200, systems=",".join(SYSTEMS))
     rows: list[Row] = []
     systems = options.systems.split(",")
     for agents in (int(count) for count in options.agents.split(",")):
@@ -185,9 +178,7 @@ def main() -> None:
         if "ray" in systems and agents <= RAY_MAX:
             found += measure(["ray"], agents, rounds)
         rows += with_ratios(found)
-        print(table(rows[-len(found) :]), flush=True)  # noqa: T201
-    if options.out is not None:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    tables.publish(table(rows), rows, options.out)
 
 
 if __name__ == "__main__":

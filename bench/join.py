@@ -9,9 +9,7 @@ Beside each stands the CPU time that it took, which tells more where other progr
 elsewhere each agent has a disk of its own, and creating a thousand files on one would be what is measured.
 """
 
-import argparse
 import contextlib
-import json
 import os
 import resource
 import signal
@@ -177,18 +175,12 @@ def table(rows: list[Row]) -> str:
 
 def main() -> None:
     """Measure, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--agents", default="128,256,512,1024")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--serve", nargs="+", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.serve is not None:
-        {"bus": bus, "agents": agents}[options.serve[0]](*options.serve[1:])
+    if len(sys.argv) > 2 and sys.argv[1] == "--serve":
+        {"bus": bus, "agents": agents}[sys.argv[2]](*sys.argv[3:])
         return
+    options = tables.read_options(__doc__, agents="128,256,512,1024")
     rows = [measure(int(count)) for count in options.agents.split(",")]
-    print(table(rows))  # noqa: T201
-    if options.out is not None:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    tables.publish(table(rows), rows, options.out)
 
 
 if __name__ == "__main__":

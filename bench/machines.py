@@ -12,8 +12,6 @@ The second table shows what one decision of the coordinator costs in fleets of d
 of several. An answer is one of a batch of that size. None of these may come near 5 ms, the longest turn of a bus.
 """
 
-import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -305,11 +303,7 @@ def growth_table(rows: list[Row]) -> str:
 
 def main() -> None:
     """Measure, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--decisions", type=int, default=200_000)
-    parser.add_argument("--agents", default="64,1024,4096", help="sizes of the fleets in the second table")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = tables.read_options(__doc__, decisions=200_000, agents="64,1024,4096")
     (primary, acting), (second, skipping) = (agent_events(rank, options.decisions) for rank in (0, 1))
     rows: list[Row] = [
         {"what": what, "per_second": round(len(seen) / folded(machine.decide, joined(rank)[0], seen))}
@@ -324,9 +318,7 @@ def main() -> None:
     ]
     sizes = [int(size) for size in options.agents.split(",")]
     rows += [{"what": what, "agents": n, "us": round(us, 1)} for n in sizes for what, us in growth(n).items()]
-    print(f"{table(rows)}\n\n{growth_table(rows)}")  # noqa: T201
-    if options.out is not None:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    tables.publish(f"{table(rows)}\n\n{growth_table(rows)}", rows, options.out)
 
 
 if __name__ == "__main__":
