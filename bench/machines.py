@@ -60,7 +60,7 @@ from schemas.events import (
     Started,
 )
 from schemas.identity import Identity, Operation
-from schemas.outcomes import Acted, Reason, Skipped
+from schemas.outcomes import Acted
 from schemas.wire import DecisionBatch, Hello, encode
 from workers.machine import decide as machine
 
@@ -71,7 +71,6 @@ BATCH = 32
 AGENTS = 64
 FLUSH = EngineCommand(operation="flush")
 DONE = Acted(calls=("flush",))
-SKIPPED = Skipped(Reason.NOT_PRIMARY)
 PASSES = 5
 VERSIONS = 64
 
