@@ -14,7 +14,6 @@ which the last engine has loaded to that in which all serve, also in units of on
 engine once, published between the syncs of the same run.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -259,20 +258,13 @@ def main() -> None:
     if len(sys.argv) > 2 and sys.argv[1] == "--serve":
         reading_agents(int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="1,64", help="of the adapter, in MB")
-    parser.add_argument("--agents", default="1,8,64")
-    parser.add_argument("--rounds", type=int, default=12, help="fewer where engines would read more than 64 GB in all")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = tables.read_options(__doc__, sizes="1,64", agents="1,8,64", rounds=12)
     rows: list[Row] = []
     for megabytes in (int(size) for size in options.sizes.split(",")):
         for agents in (int(count) for count in options.agents.split(",")):
             rounds = min(options.rounds, max(1, READ_MAX // (TIMES * megabytes * agents)))
             rows.append(measure(megabytes, agents, rounds))
-    print(table(rows))  # noqa: T201
-    if options.out is not None:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    tables.publish(table(rows), rows, options.out)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ of a process that has only imported what an agent is built on: no agent can have
 the three packages.
 """
 
-import argparse
-import json
 import os
 import subprocess
 import sys
@@ -21,9 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench import tables
 from bench.processes import Fleet, spawn
 from bench.speakers import cpu_ns, thread_of_the_bus
-from bench.tables import Row, markdown
+from bench.tables import Row
 from controlplane import ControlPlane
 from schemas.commands import EngineCommand
 
@@ -151,23 +150,16 @@ def table(rows: list[Row]) -> str:
         ]
         for row in rows
     )
-    return markdown(["what", "takes"], list(lines))
+    return tables.markdown(["what", "takes"], list(lines))
 
 
 def main() -> None:
     """Measure, print, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--agents", type=int, default=64)
-    parser.add_argument("--commands", type=int, default=60)
-    parser.add_argument("--idle", type=float, default=10.0)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = tables.read_options(__doc__, agents=64, commands=60, idle=10.0)
     rows = [importing(), libraries(), alone(options.idle)]
     rows += commanded(options.agents, options.commands, 1, options.idle)
     rows += commanded(options.agents, options.commands, 2, options.idle)
-    print(table(rows))  # noqa: T201
-    if options.out is not None:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    tables.publish(table(rows), rows, options.out)
 
 
 if __name__ == "__main__":

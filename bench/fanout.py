@@ -4,16 +4,13 @@
 
 Ours publishes, records, decides on every agent, journals, answers, concludes and reports. In `rolloutctl` the engines
 act on every command, in a task of their own; in `rolloutctl-skip` the agents decide to skip it (node rank 1 and up);
-`rolloutctl-keys` is `rolloutctl` with CURVE on both sockets: its ratio to `rolloutctl` is the cost of keys. `floor` and
-`floor-skip` are the same promises written by hand (`bench.floor`, engines called inline). The peers only exchange.
-Agents of all systems but Ray live in two processes.
+`rolloutctl-keys` is `rolloutctl` with CURVE on both sockets: its ratio to `rolloutctl` is the cost of keys. The peers
+only exchange. Agents of all systems but Ray live in two processes.
 
 All systems but Ray are open at the same time and measured in turn, some rounds each, while the agents of the others are
 stopped: whatever else the machine does strikes all. Ray is measured after them. Compare ratios, not microseconds.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -22,11 +19,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
-from bench import peers
-from bench.floor import floor, floor_agents
+from bench import peers, tables
 from bench.null_engine import NullEngine
 from bench.processes import System, run_agents, spawn
-from bench.tables import Row, pivot
+from bench.tables import Row
 from controlplane.bus.descriptors import raise_limit
 from schemas.commands import EngineCommand
 from schemas.config import BusConfig
@@ -85,8 +81,6 @@ SYSTEMS: dict[str, Callable[[int], AbstractContextManager[System]]] = {
     "rolloutctl": ours(1),
     "rolloutctl-skip": ours(2),
     "rolloutctl-keys": ours(1, with_keys=True),
-    "floor": floor(1),
-    "floor-skip": floor(2),
     "pyzmq": peers.pyzmq_exchange,
     "http": peers.http_exchange,
     "ray": peers.ray_exchange,
@@ -143,8 +137,6 @@ NAMES = {
     "rolloutctl-skip": "ours, agents skip",
     "rolloutctl": "ours, engines called",
     "rolloutctl-keys": "ours with keys, engines called",
-    "floor-skip": "floor, agents skip",
-    "floor": "floor, engine called inline",
     "http": "HTTP (aiohttp, FastAPI)",
     "ray": "Ray actors",
     "pyzmq": "bare pyzmq",
@@ -163,7 +155,7 @@ def cell(row: Row) -> str:
 
 def table(rows: list[Row]) -> str:
     """Return a line for each system and a column for each number of agents."""
-    return pivot(sorted(rows, key=lambda row: [*NAMES].index(row["system"])), name, "{agents}", cell, "agents")
+    return tables.pivot(sorted(rows, key=lambda row: [*NAMES].index(row["system"])), name, "{agents}", cell, "agents")
 
 
 def main() -> None:
@@ -171,18 +163,12 @@ def main() -> None:
     if len(sys.argv) > 2 and sys.argv[1] == "--serve":
         serve: dict[str, Callable[..., None]] = {
             "rolloutctl": our_agents,
-            "floor": floor_agents,
             "pyzmq": peers.pyzmq_agents,
             "http": peers.http_agents,
         }
         serve[sys.argv[2]](int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--agents", default="1,8,32,64,256")
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--systems", default=",".join(SYSTEMS))
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = tables.read_options(__doc__, agents="1,8,32,64,256", rounds=200, systems=",".join(SYSTEMS))
     rows: list[Row] = []
     systems = options.systems.split(",")
     for agents in (int(count) for count in options.agents.split(",")):
@@ -192,9 +178,7 @@ def main() -> None:
         if "ray" in systems and agents <= RAY_MAX:
             found += measure(["ray"], agents, rounds)
         rows += with_ratios(found)
-        print(table(rows[-len(found) :]), flush=True)  # noqa: T201
-    if options.out is not None:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    tables.publish(table(rows), rows, options.out)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,15 @@
 """How long N real agents take to join one bus, and to be together again after it was killed.
 
-    python -m bench.join [--agents 128,256,512,1024] [--out FILE] [--profile FOLDER]
+    python -m bench.join [--agents 128,256,512,1024] [--out FILE]
 
 `joined`: from the start of the processes of the agents until all are ready. `answered`: from a command to its report,
 the median of some. `again`: the bus is killed with SIGKILL and started again on its log and address; from the kill
 until all are ready. Real TCP sockets and real journals; the engines do nothing, and live in two processes.
 Beside each stands the CPU time that it took, which tells more where other programs run. Journals and log lie in memory:
 elsewhere each agent has a disk of its own, and creating a thousand files on one would be what is measured.
-With --profile, cProfile's figures of each process that is not killed are left in a folder; the times then mean nothing.
 """
 
-import argparse
 import contextlib
-import cProfile
-import json
 import os
 import resource
 import signal
@@ -103,13 +99,9 @@ def agents(first: str, count: str, address: str) -> None:
 
 
 @contextmanager
-def child(profile: Path | None, name: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "bench.join"]
-    if profile is not None:
-        command += ["--profile", str(profile / f"{name}.prof")]
-    process = subprocess.Popen(
-        [*command, "--serve", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    )
+def child(*words: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "bench.join", "--serve", *words]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
     with process:
         try:
             yield process
@@ -142,16 +134,15 @@ def cpu_s(*processes: subprocess.Popen[str]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def measure(count: int, profile: Path | None) -> Row:
+def measure(count: int) -> Row:
     """Return one row: seconds until joined, and until together again."""
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder, contextlib.ExitStack() as stack:
         log = str(Path(folder) / "run.db")
-        first = stack.enter_context(child(profile, f"bus-{count}", "bus", "tcp://127.0.0.1:0", log, str(count)))
+        first = stack.enter_context(child("bus", "tcp://127.0.0.1:0", log, str(count)))
         address = line(first).strip()
         start = time.monotonic()
         fleet = [
-            stack.enter_context(child(profile, f"agents-{count}-{begin}", "agents", str(begin), str(share), address))
-            for begin, share in shares(count)
+            stack.enter_context(child("agents", str(begin), str(share), address)) for begin, share in shares(count)
         ]
         line(first)
         joined = {"joined_s": time.monotonic() - start, "bus_cpu_s": cpu_s(first), "agents_cpu_s": cpu_s(*fleet)}
@@ -159,7 +150,7 @@ def measure(count: int, profile: Path | None) -> Row:
         first.send_signal(signal.SIGKILL)
         start, used_s = time.monotonic(), cpu_s(*fleet)
         first.wait()
-        second = stack.enter_context(child(profile, f"again-{count}", "bus", address, log, str(count)))
+        second = stack.enter_context(child("bus", address, log, str(count)))
         line(second)
         line(second)
         again = {
@@ -184,25 +175,12 @@ def table(rows: list[Row]) -> str:
 
 def main() -> None:
     """Measure, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--agents", default="128,256,512,1024")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--profile", type=Path)
-    parser.add_argument("--serve", nargs="+", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.serve is not None:
-        serve = {"bus": bus, "agents": agents}[options.serve[0]]
-        if options.profile is None:
-            serve(*options.serve[1:])
-            return
-        with cProfile.Profile() as profiler:
-            serve(*options.serve[1:])
-        profiler.dump_stats(options.profile)
+    if len(sys.argv) > 2 and sys.argv[1] == "--serve":
+        {"bus": bus, "agents": agents}[sys.argv[2]](*sys.argv[3:])
         return
-    rows = [measure(int(count), options.profile) for count in options.agents.split(",")]
-    print(table(rows))  # noqa: T201
-    if options.out is not None:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    options = tables.read_options(__doc__, agents="128,256,512,1024")
+    rows = [measure(int(count)) for count in options.agents.split(",")]
+    tables.publish(table(rows), rows, options.out)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,10 @@
 held by 64 replicas. `replay` reads a log of those decisions back from its file, folds both machines over it and
 compares the effects. Each is the fastest of several passes over the same events.
 
-The floors beside them decide nothing. That of an agent builds what a decision returns (an answer or a call, and the
-next state); that of a replay decodes each event and encodes its effects, without a file.
-
 The second table shows what one decision of the coordinator costs in fleets of different sizes: µs of CPU, the smallest
 of several. An answer is one of a batch of that size. None of these may come near 5 ms, the longest turn of a bus.
 """
 
-import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +19,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec import Raw
-from msgspec.structs import replace
 
 from bench import tables
 from bench.tables import Row
@@ -54,14 +48,11 @@ from schemas.agent_status import AgentStatus
 from schemas.commands import Checkpoint, EngineCommand, Target
 from schemas.desired import Committed, Desired
 from schemas.events import (
-    Answer,
     CommandReceived,
     Decision,
-    Effect,
     EngineObserved,
     EngineReturned,
     Event,
-    Flush,
     Observation,
     Perform,
     Returned,
@@ -69,10 +60,9 @@ from schemas.events import (
     Started,
 )
 from schemas.identity import Identity, Operation
-from schemas.outcomes import Acted, Reason, Skipped
+from schemas.outcomes import Acted
 from schemas.wire import DecisionBatch, Hello, encode
 from workers.machine import decide as machine
-from workers.machine.state import remember
 
 S = TypeVar("S")
 
@@ -81,7 +71,6 @@ BATCH = 32
 AGENTS = 64
 FLUSH = EngineCommand(operation="flush")
 DONE = Acted(calls=("flush",))
-SKIPPED = Skipped(Reason.NOT_PRIMARY)
 PASSES = 5
 VERSIONS = 64
 
@@ -116,25 +105,6 @@ def agent_events(node_rank: int, decisions: int) -> tuple[list[Event], list[Even
         if len(events) >= decisions:
             break
     return seen, events
-
-
-def skip(state: machine.AgentState, event: CommandReceived) -> tuple[machine.AgentState, tuple[Effect, ...]]:
-    """Build what a skip returns, without a question: the floor of an agent that skips."""
-    answer = Answer(epoch=event.origin, seq=event.seq, outcome=SKIPPED, rule=6)
-    return replace(state, seq=event.seq, answers=remember(state.answers, answer)), (answer,)
-
-
-def act(
-    state: machine.AgentState, event: CommandReceived | EngineReturned
-) -> tuple[machine.AgentState, tuple[Effect, ...]]:
-    """Build what beginning and ending a call return, without a question: the floor of an agent that acts."""
-    if isinstance(event, CommandReceived):
-        call_id = state.calls_made + 1
-        activity = machine.Activity(trigger=event, calls=(Flush(),), call_id=call_id, deadline_ms=event.at_ms)
-        after = replace(state, seq=event.seq, activity=activity, calls_made=call_id)
-        return after, (Perform(call_id=call_id, call=activity.calls[0]),)
-    answer = Answer(epoch=1, seq=state.seq, outcome=Acted(calls=("flush",)), rule=10)
-    return replace(state, activity=None, answers=remember(state.answers, answer)), (answer,)
 
 
 def folded(decide: Callable[[S, Any], tuple[S, object]], state: S, events: Sequence[object]) -> float:
@@ -294,8 +264,8 @@ def samples(sequences: int) -> float:
     return 100 * sequences / (smallest(judge) / 1e6)
 
 
-def replaying(agents: list[list[Event]], events: list[CoordinatorEvent]) -> tuple[float, float, int]:
-    """Return the records a second of a replay, from the file to the comparison; of its floor; and their number."""
+def replaying(agents: list[list[Event]], events: list[CoordinatorEvent]) -> tuple[float, int]:
+    """Return the records a second of a replay, from the file to the comparison, and their number."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.db"
         with RunLog.open(path, "bench") as log:
@@ -316,14 +286,7 @@ def replaying(agents: list[list[Event]], events: list[CoordinatorEvent]) -> tupl
             start = time.thread_time()
             replayed = replay_log(RunLog.read(path))
             took = min(took, time.thread_time() - start)
-        entries = list(RunLog.read(path))
-        recorded = [entry.typed_effects() for entry in entries]
-        start = time.thread_time()
-        for entry, typed in zip(entries, recorded, strict=True):
-            entry.typed_event()
-            encode(typed)
-        least = time.thread_time() - start
-    return replayed.records / took, replayed.records / least, replayed.records
+    return replayed.records / took, replayed.records
 
 
 def table(rows: list[Row]) -> str:
@@ -339,34 +302,22 @@ def growth_table(rows: list[Row]) -> str:
 
 def main() -> None:
     """Measure, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--decisions", type=int, default=200_000)
-    parser.add_argument("--agents", default="64,1024,4096", help="sizes of the fleets in the second table")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = tables.read_options(__doc__, decisions=200_000, agents="64,1024,4096")
     (primary, acting), (second, skipping) = (agent_events(rank, options.decisions) for rank in (0, 1))
     rows: list[Row] = [
-        {"what": what, "per_second": round(len(seen) / folded(decide, joined(rank)[0], seen))}
-        for what, decide, rank, seen in (
-            ("agent skipping", machine.decide, 1, skipping),
-            ("agent skipping, floor", skip, 1, skipping),
-            ("agent acting", machine.decide, 0, acting),
-            ("agent acting, floor", act, 0, acting),
-        )
+        {"what": what, "per_second": round(len(seen) / folded(machine.decide, joined(rank)[0], seen))}
+        for what, rank, seen in (("agent skipping", 1, skipping), ("agent acting", 0, acting))
     ]
     answers, events = bus(options.decisions)
-    replayed, least, records = replaying([primary + acting, second + skipping], events)
+    replayed, records = replaying([primary + acting, second + skipping], events)
     rows += [
         {"what": "coordinator", "per_second": round(answers)},
         {"what": "samples", "per_second": round(samples(options.decisions // 20))},
         {"what": "replay", "per_second": round(replayed), "records": records},
-        {"what": "replay, floor", "per_second": round(least), "records": records},
     ]
     sizes = [int(size) for size in options.agents.split(",")]
     rows += [{"what": what, "agents": n, "us": round(us, 1)} for n in sizes for what, us in growth(n).items()]
-    print(f"{table(rows)}\n\n{growth_table(rows)}")  # noqa: T201
-    if options.out is not None:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    tables.publish(f"{table(rows)}\n\n{growth_table(rows)}", rows, options.out)
 
 
 if __name__ == "__main__":

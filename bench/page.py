@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from bench import adapters, agents, checkpoints, fanout, join, logs, machines, parts, speakers, trainer, weights
+from bench import adapters, agents, checkpoints, fanout, join, logs, machines, speakers, trainer, weights
 from bench.tables import Row, markdown, pivot
 
 ROOT: Final = Path(__file__).parents[1]
@@ -215,7 +215,6 @@ TABLES: Final[dict[str, Callable[[Results], str]]] = {
     "verdicts": verdicts,
     "machine": machine,
     "fanout": lambda results: fanout.table(results["fanout"]),
-    "parts": lambda results: parts.table(results["parts"]),
     "speakers": lambda results: speakers.table(results["speakers"]),
     "uploads": lambda results: speakers.table(results["uploads"]),
     "join": lambda results: join.table(results["join"]),

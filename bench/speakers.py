@@ -17,9 +17,7 @@ What was imported is frozen before (`gc.freeze`). A full collection of Python's 
 it, 18 ms in this process and far more in a trainer's, in whichever thread happens to begin one.
 """
 
-import argparse
 import gc
-import json
 import os
 import statistics
 import tempfile
@@ -287,20 +285,12 @@ def longest_turn_ms(row: Row) -> float:
 
 def main() -> None:
     """Measure, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--agents", default="1,64,256,1024,4096")
-    parser.add_argument("--blocks", type=int, default=5)
-    parser.add_argument("--idle", type=float, default=IDLE_S)
-    parser.add_argument("--uploads", action="store_true")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = tables.read_options(__doc__, agents="1,64,256,1024,4096", blocks=5, idle=IDLE_S, uploads=False)
     gc.collect()
     gc.freeze()
     watch, counts = TurnWatch(), [int(count) for count in options.agents.split(",")]
     rows = [measure(count, options.blocks, options.uploads, watch, options.idle) for count in counts]
-    print(table(rows))  # noqa: T201
-    if options.out is not None:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    tables.publish(table(rows), rows, options.out)
 
 
 if __name__ == "__main__":

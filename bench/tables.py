@@ -1,6 +1,9 @@
-"""Tables in Markdown, of the rows that a benchmark measured. Each program prints its own; `bench.page` writes them."""
+"""What each benchmark begins and ends with: its options, and its rows as a table in Markdown and as JSON."""
 
+import argparse
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
@@ -35,3 +38,25 @@ def pivot(rows: Iterable[Row], line: Cell, column: Cell, cell: Cell, corner: str
     return markdown(
         [corner, *heads], ([name, *(cells.get(head, "") for head in heads)] for name, cells in lines.items())
     )
+
+
+def read_options(about: str | None, **defaults: Any) -> Any:
+    """Read the options of a benchmark, and `--out`: the file that gets its rows.
+
+    Args:
+        about: What `--help` says.
+        defaults: Of each option, by its name. An option has the type of its default; False is that of a switch.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        kind: dict[str, Any] = {"action": "store_true"} if default is False else {"type": type(default)}
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, **kind)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def publish(shown: str, rows: Sequence[Row], out: Path | None) -> None:
+    """Print a table, and write its rows."""
+    print(shown)  # noqa: T201
+    if out is not None:
+        out.write_text(json.dumps(rows, indent=1) + "\n")

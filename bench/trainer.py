@@ -14,8 +14,6 @@ A latency is the time of a command from `publish` to its report while the loop g
 after at most a switch interval (`sys.setswitchinterval`), several times for each command.
 """
 
-import argparse
-import json
 import os
 import statistics
 import sys
@@ -203,15 +201,9 @@ def table(rows: list[Row]) -> str:
 
 def main() -> None:
     """Measure, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--agents", type=int, default=1024)
-    parser.add_argument("--real", type=int, default=64)
-    parser.add_argument("--loops", default=",".join(STEPS))
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--commands", type=int, default=600)
-    parser.add_argument("--latencies", type=int, default=60)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = tables.read_options(
+        __doc__, agents=1024, real=64, loops=",".join(STEPS), seconds=20.0, commands=600, latencies=60
+    )
     loops, rows = options.loops.split(","), [publishing(options.real, options.commands)]
     usual_us = round(1e6 * sys.getswitchinterval())
     for agents in (1, options.real):
@@ -223,9 +215,7 @@ def main() -> None:
     with bus(options.agents) as plane:
         for loop in loops:
             rows += [waiting(plane, loop, options.agents, beside, options.seconds) for beside in ("idle", "commands")]
-    print(table(rows))  # noqa: T201
-    if options.out is not None:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    tables.publish(table(rows), rows, options.out)
 
 
 if __name__ == "__main__":

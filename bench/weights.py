@@ -9,8 +9,6 @@ pause, load, flush, resume). `plain` is as many commands and calls without a syn
 (pause, sleep), wake (wake, resume) and flush.
 """
 
-import argparse
-import json
 import mmap
 import statistics
 import struct
@@ -191,17 +189,10 @@ def main() -> None:
     if len(sys.argv) > 2 and sys.argv[1] == "--serve":
         timed_agents(int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--agents", default="1,8,64")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--load-ms", type=int, default=100)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = tables.read_options(__doc__, agents="1,8,64", rounds=30, load_ms=100)
     agents = [int(count) for count in options.agents.split(",")]
     rows = [measure_sync(count, options.rounds, options.load_ms) for count in agents]
-    print(table(rows))  # noqa: T201
-    if options.out is not None:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    tables.publish(table(rows), rows, options.out)
 
 
 if __name__ == "__main__":

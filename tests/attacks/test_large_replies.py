@@ -1,5 +1,7 @@
 """Replies about a fleet of thousands come in parts and are whole again."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import anyio
@@ -11,7 +13,7 @@ from controlplane.bus import bus_loop
 from controlplane.bus.bus import Bus
 from controlplane.bus.operator import ask_status
 from controlplane.cli.__main__ import cli
-from controlplane.machine.coordinator_state import CoordinatorState, Member
+from controlplane.machine.coordinator_state import Member
 from controlplane.machine.status import OPEN_MAX, WAITS_FOR_MAX, fleet_status
 from controlplane.record.log import RunLog
 from schemas import wire
@@ -27,7 +29,8 @@ AGENTS = 4096
 PAUSE = EngineCommand(operation="pause")
 
 
-def large_fleet() -> CoordinatorState:
+@cache
+def large_fleet() -> FleetStatus:
     """4,096 agents that wait for a hundred commands."""
     bus = Coordinator("0.0")
     status = AgentStatus(ready=True, engine="sglang 0.5.23", generating=True, tokenizer="present")
@@ -45,10 +48,7 @@ def large_fleet() -> CoordinatorState:
     bus.state = replace(bus.state, members=members)
     for _ in range(100):
         bus.issue(PAUSE)
-    return bus.state
-
-
-FLEET = fleet_status(large_fleet(), 0, "/runs/run.db", {})
+    return fleet_status(bus.state, 0, "/runs/run.db", {})
 
 
 def large_report() -> SyncReport:
@@ -58,8 +58,9 @@ def large_report() -> SyncReport:
     return SyncReport(version=3, status="aborted", loaded=(), quarantined=(), phases=(load, load))
 
 
-@pytest.mark.parametrize("reply", [FLEET, large_report()], ids=["status", "sync"])
-def test_a_large_reply_is_sent_in_parts_and_is_whole_again(reply: wire.Reply) -> None:
+@pytest.mark.parametrize("made", [large_fleet, large_report])
+def test_a_large_reply_is_sent_in_parts_and_is_whole_again(made: Callable[[], wire.Reply]) -> None:
+    reply = made()
     bodies = wire.encode_reply(reply)
     assert all(len(body) < wire.MAX_BYTES - 512 for body in bodies)
     parts = [part for part in map(wire.decode_downward, bodies) if isinstance(part, wire.ReplyPart)]
@@ -68,9 +69,10 @@ def test_a_large_reply_is_sent_in_parts_and_is_whole_again(reply: wire.Reply) ->
 
 
 def test_the_status_of_thousands_names_so_many_commands_and_no_more() -> None:
-    assert len(FLEET.agents) == AGENTS
-    assert len(FLEET.open) == OPEN_MAX + 1 and FLEET.open[-1] == "36 more commands"
-    assert all(len(line.waits_for) == WAITS_FOR_MAX for line in FLEET.agents)
+    fleet = large_fleet()
+    assert len(fleet.agents) == AGENTS
+    assert len(fleet.open) == OPEN_MAX + 1 and fleet.open[-1] == "36 more commands"
+    assert all(len(line.waits_for) == WAITS_FOR_MAX for line in fleet.agents)
 
 
 @pytest.mark.anyio
@@ -78,10 +80,10 @@ def test_the_status_of_thousands_names_so_many_commands_and_no_more() -> None:
 async def test_an_operator_gets_the_status_of_thousands(
     tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bus_loop, "fleet_status", lambda *_: FLEET)
+    monkeypatch.setattr(bus_loop, "fleet_status", lambda *_: large_fleet())
     async with Bus("tcp://127.0.0.1:0", RunLog.open(tmp_path / "run.db"), context=context) as bus:
         found: FleetStatus = await ask_status(bus.address)
-        assert found == FLEET
+        assert found == large_fleet()
         shown = await anyio.to_thread.run_sync(
             CliRunner(env={"COLUMNS": "250"}).invoke, cli, ["status", "--bus", bus.address]
         )

@@ -1,4 +1,7 @@
-"""Two agents for one engine: the first was cut off from the bus, and its successor commands the engine."""
+"""Two agents for one engine: the first was cut off from the bus, and its successor commands the engine.
+
+The suite has the decisions (tests/unit/test_commanders.py), and real shells under a virtual clock (tests/simulation).
+"""
 
 import re
 import threading
@@ -20,7 +23,7 @@ from tests.engines.releases import save_tensor
 from tests.engines.servers import AgentProcess
 from tests.waiting import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop, pytest.mark.attacks]
 
 
 class VLLM:
@@ -86,11 +89,7 @@ class VLLM:
 
 @pytest.mark.parametrize(
     ("on_lost_bus", "lease_ms"),
-    [
-        ("serve", 3_000),
-        pytest.param("serve", 9_000, marks=pytest.mark.attacks),  # it ends after the sync
-        pytest.param("pause", 9_000, marks=pytest.mark.attacks),
-    ],
+    [("serve", 3_000), ("serve", 9_000), ("pause", 9_000)],  # a lease of 9 s ends after the sync
 )
 @pytest.mark.timeout(180)
 async def test_an_agent_that_is_cut_off_leaves_its_engine_to_its_successor(

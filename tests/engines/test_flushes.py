@@ -13,7 +13,7 @@ from workers.engines.sglang import launch as sglang_launch
 from workers.engines.vllm import launch as vllm_launch
 from workers.engines.vllm.engine import VLLMEngine
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 PLACE = Identity(replica=0, node_rank=0)
 

@@ -153,39 +153,32 @@ async def test_a_run_that_goes_well_has_no_findings(tmp_path: Path) -> None:
     assert replay_log(RunLog.walk(tmp_path / "run.db")).agents == ("0.0", "1.0")
 
 
-async def test_a_fleet_that_its_driver_tears_is_found(tmp_path: Path) -> None:
+async def test_what_its_driver_gets_wrong_is_found_and_left_as_it_is(tmp_path: Path) -> None:
     async with driven(tmp_path, AT_ONCE) as driver:
         await driver.update(2, 0)  # the load into replica 1 failed, and all are resumed
         await driver.observed(0, version=2, generating=True)
-    (torn,) = (finding for finding in found(tmp_path) if finding.invariant == "O1")
-    assert "weights 2 on replica 0; weights 1 on replica 1" in torn.text
-    verified = typed("log", "verify", tmp_path / "run.db")
-    assert verified.returncode == 1 and "replicas served different weights for " in verified.stdout
-    written = page(tmp_path)
-    assert written.index("The run that was observed went wrong") < written.index("Torn fleet") < written.index("<nav")
-    assert written.index("h-failures") < written.index("h-observed") < written.index("h-fleet")
-
-
-async def test_a_pause_that_never_ends_is_found(tmp_path: Path) -> None:
-    async with driven(tmp_path, AT_ONCE) as driver:
+        await driver.go_on()
         await driver.post(1, events.Pause("abort"))
         await driver.observed(1, generating=False)
-    (pause,) = found(tmp_path)
-    assert (pause.invariant, pause.agents) == ("O2", ("1.0",))
+        await driver.post(0, events.StartProfile(ProfileSession(3, ProfilePlan()), "s3"))
+        await driver.observed(0, profiling=True)
+        assert (await driver.engines[0].observe()).profiling
+    (torn,), (pause,), (leak,) = (
+        [finding for finding in found(tmp_path) if finding.invariant == name] for name in ("O1", "O2", "O3")
+    )
+    assert "weights 2 on replica 0; weights 1 on replica 1" in torn.text
+    assert pause.agents == ("1.0",) and pause.text.startswith("paused since ")
+    assert pause.text.endswith("and never seen to resume")
+    assert leak.agents == ("0.0",) and leak.text.endswith("and never seen to stop")
+    verified = typed("log", "verify", tmp_path / "run.db")
+    assert verified.returncode == 1 and "replicas served different weights for " in verified.stdout
     replica = collect(RunLog.walk(tmp_path / "run.db")).observed[1]
     assert replica.paused_ns > 0 and replica.pauses.current is not None
     held = replica.weights.current
     assert held is not None and held.what == "1"
-    assert pause.text.startswith("paused since ") and pause.text.endswith("and never seen to resume")
-
-
-async def test_a_session_that_leaks_is_found_and_left_open(tmp_path: Path) -> None:
-    async with driven(tmp_path, AT_ONCE) as driver:
-        await driver.post(0, events.StartProfile(ProfileSession(3, ProfilePlan()), "s3"))
-        await driver.observed(0, profiling=True)
-        assert (await driver.engines[0].observe()).profiling
-    (leak,) = found(tmp_path)
-    assert (leak.invariant, leak.agents) == ("O3", ("0.0",)) and leak.text.endswith("and never seen to stop")
+    written = page(tmp_path)
+    assert written.index("The run that was observed went wrong") < written.index("Torn fleet") < written.index("<nav")
+    assert written.index("h-failures") < written.index("h-observed") < written.index("h-fleet")
 
 
 # --- what they touch --------------------------------------------------------------------------------------------------

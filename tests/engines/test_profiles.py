@@ -320,7 +320,6 @@ def test_modules_are_in_the_trace(bench: Bench) -> None:
 
 
 NPU: frozenset[ProfileActivity] = frozenset({"cpu", "npu"})
-MEMORY: frozenset[ProfileActivity] = frozenset({"cpu", "memory"})
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from workers.engines.vllm.engine import VLLMEngine
 from workers.engines.vllm.server import ROUTES as VLLM_ROUTES
 from workers.engines.vllm.server import VLLMServer
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 PLACE: Final = Identity(replica=0, node_rank=0)
 ROUTES: Final = {"once": Route("POST", "/once"), "again": Route("POST", "/again", repeatable=True)}

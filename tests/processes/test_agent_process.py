@@ -3,24 +3,22 @@
 import json
 import re
 import signal
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Self
 from urllib.error import HTTPError
 
 import pytest
 
 from controlplane import ControlPlane
-from schemas.commands import Checkpoint
+from schemas.commands import Checkpoint, ProfileCommand
 from schemas.config import BusConfig
 from schemas.errors import EngineError
 from schemas.formatting import kind_and_reason
+from tests.engines.servers import AgentProcess
 from tests.running import python, started, typed
 from tests.waiting import wait_until
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
@@ -29,36 +27,16 @@ from workers.engines.tiny.server import Completion, TinyClient
 QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=100, agent_timeout_ms=500, retransmit_ms=200)
 
 
-class Node:
-    """One agent process. What it says is kept in a file, so that nothing blocks it."""
+class Node(AgentProcess):
+    """One agent process, with the tiny engine if no option names another. Its replica may be `auto`."""
 
     def __init__(self, bus: str, folder: Path, replica: int | str, node_rank: int, *options: str) -> None:
         folder.mkdir(exist_ok=True)
-        place = ["--replica", str(replica), "--node-rank", str(node_rank), "--nnodes", "2"]
-        folders = {"--checkpoints": folder, "--traces": folder / "traces", "--state-dir": folder / "state"}
-        self._command = ["-m", "controlplane.cli", "agent", "--bus", bus, "--engine", "tiny", *place, *options]
-        self._command += [str(word) for option in folders.items() for word in option]
-        self._log = folder / f"{replica}.{node_rank}.log"
-        self.start()
+        super().__init__(bus, folder, f"{replica}.{node_rank}", 2, "--engine", "tiny", *options)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def start(self) -> None:
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen([sys.executable, *self._command], stderr=log)
-
-    def end(self, with_signal: signal.Signals) -> int:
+    def end(self, with_signal: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(with_signal)
         return self.process.wait(60)
-
-    @property
-    def output(self) -> str:
-        return self._log.read_text()
 
 
 @pytest.fixture
@@ -77,6 +55,7 @@ def test_it_joins_answers_and_leaves(plane: ControlPlane, tmp_path: Path, ended_
     with Node(plane.address, tmp_path, 0, 1) as node:
         plane.wait_for_agents(1, timeout=60).wait()
         assert plane.flush().wait().skipped == ("0.1",)
+        assert "libtorch" not in Path(f"/proc/{node.process.pid}/maps").read_text()  # it has no tokenizer
         assert node.end(ended_by) == code
         away = plane.flush(timeout=600).wait(timeout=60)  # it said that it leaves, so no command waits for it
         assert [kind_and_reason(outcome.conclusion) for outcome in away.outcomes] == [("missing", "absent")]
@@ -107,27 +86,23 @@ def test_it_says_when_it_joins_and_when_it_loses_and_finds_its_bus(tmp_path: Pat
     assert {"info", "warning"} <= {line["level"] for line in lines()}
 
 
-def test_it_serves_metrics_where_it_says(plane: ControlPlane, tmp_path: Path) -> None:
-    with Node(plane.address, tmp_path, 0, 1, "--metrics-port", "0") as node:
-        plane.wait_for_agents(1, timeout=60).wait()
-        wait_until(lambda: "agent 0.1: metrics at http://127.0.0.1:" in node.output)
-        (address,) = re.findall(r"metrics at (\S+)", node.output)
-        with urllib.request.urlopen(address, timeout=60) as answer:
-            assert b"rolloutctl_agent_bus_connected 1.0" in answer.read()
-        assert node.end(signal.SIGTERM) == 0
-
-
 def test_a_probe_finds_it_ready_while_requests_may_come(plane: ControlPlane, tmp_path: Path) -> None:
     """Also while it is paused: requests wait at the engine, and a service without any replica would refuse them."""
 
+    def at(node: Node) -> str:
+        (address,) = re.findall(r"agent 0\.\d: metrics at (http://127\.0\.0\.1:\d+)/metrics", node.output)
+        return str(address)
+
     def ready(node: Node) -> int:
-        (address,) = re.findall(r"metrics at (\S+)/metrics", node.output)
+        address = at(node)
         with suppress(HTTPError), urllib.request.urlopen(f"{address}/ready", timeout=60) as answer:
             return int(answer.status)
         return 503
 
     with Node(plane.address, tmp_path, 0, 0, "--metrics-port", "0") as node:
         plane.wait_for_agents(1, timeout=60).wait()
+        with urllib.request.urlopen(f"{at(node)}/metrics", timeout=60) as answer:
+            assert b"rolloutctl_agent_bus_connected 1.0" in answer.read()
         assert ready(node) == 200
         assert plane.pause().wait().acted and ready(node) == 200
         assert plane.sleep().wait().acted and ready(node) == 503
@@ -152,12 +127,6 @@ def test_the_status_says_how_many_requests_run_and_wait(plane: ControlPlane, tmp
         plane.resume().wait().raise_for_failures()
         assert all(len(request.result(60)[0].tokens) == 4 for request in held)
         wait_until(lambda: requests() == [{"type": "request_counts", "running": 0, "waiting": 0}])
-
-
-def test_a_node_without_a_tokenizer_never_loads_torch(plane: ControlPlane, tmp_path: Path) -> None:
-    with Node(plane.address, tmp_path, 0, 1) as node:
-        plane.wait_for_agents(1, timeout=60).wait()
-        assert "libtorch" not in Path(f"/proc/{node.process.pid}/maps").read_text()
 
 
 def test_killed_and_started_again_it_serves_nothing_but_the_newest_weights(plane: ControlPlane, tmp_path: Path) -> None:
@@ -207,6 +176,8 @@ def test_an_engine_is_driven_by_hand(plane: ControlPlane, tmp_path: Path) -> Non
         assert by_hand("sleep", "--tag", "kv_cache") == {"0.0": "pause,sleep"}
         assert by_hand("sleep") == {"0.0": "sleep"}
         assert by_hand("wake") == {"0.0": "wake,resume"}
+        check = ProfileCommand(action="check", step=2)  # it may hold the agent up for longer than this bus waits
+        wait_until(lambda: plane.publish(check).wait().acted == ("0.0",))
         assert by_hand("profile", "start", "--step", "2", "--window", "0", "3") == {"0.0": "start_profile"}
         assert client.generate([[3]], 8, temperature=0)[0].tokens == tokens
         assert by_hand("profile", "stop", "--step", "2") == {"0.0": "stop_profile"}
@@ -225,14 +196,6 @@ def test_a_place_that_is_taken_ends_the_second_one(plane: ControlPlane, tmp_path
         last = second.output.splitlines()[-1]
         assert re.match(r"rolloutctl: agent 0\.1 is running as incarnation \w+ on .*, pid \d+\. Two agents can't", last)
         assert plane.flush().wait().skipped == ("0.1",)
-
-
-def test_one_journal_is_for_one_process(plane: ControlPlane, tmp_path: Path) -> None:
-    with Node(plane.address, tmp_path, 0, 1):
-        plane.wait_for_agents(1, timeout=60).wait()
-        with Node(plane.address, tmp_path, 0, 1) as second:
-            assert second.process.wait(60) == 3
-            assert "agent-0.1.journal" in second.output.splitlines()[-1]
 
 
 def test_two_jobs_of_one_user_on_one_machine_do_not_meet(plane: ControlPlane, tmp_path: Path) -> None:
@@ -266,10 +229,3 @@ def test_an_engine_without_its_packages_ends_the_agent_with_one_clear_line(tmp_p
     logged, last = done.stderr.splitlines()
     assert "TinyEngine.open raised: the tiny engine needs torch" in logged
     assert last.startswith("rolloutctl: the tiny engine needs torch") and "its extra `torch`" in last
-
-
-def test_an_agent_without_a_bus_says_what_it_waits_for(tmp_path: Path) -> None:
-    with Node(f"ipc://{tmp_path}/no-bus", tmp_path, 0, 1) as node:
-        while "waits: nothing listens at" not in node.output:
-            assert node.process.poll() is None
-        assert node.end(signal.SIGTERM) == 0

@@ -14,14 +14,20 @@ from controlplane.cli import chaos
 from controlplane.record.log import RunLog
 from controlplane.report.collect import collect
 from controlplane.staging import StagingFleet
+from schemas.commands import Checkpoint, Manifest
 from schemas.errors import CommandFailed, LogError
+from schemas.identity import Identity
+from tests.attacks.test_lost_trainers import OutOfMemory
 from tests.pages import blocks, module_of
 from tests.running import ROOT
+from tests.unit.small_bus import Engine
+from tests.unit.test_plane import ADDRESS, agents
 from tests.waiting import wait_until
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
 
 pytestmark = pytest.mark.filterwarnings("error")
 
+MANIFEST = Manifest(tensors=1, nbytes=8, layout="0" * 64)
 NAMES = ("dies", "stops", "is cut off", "is held up", "loses", "refuses", "is slow", "is relabelled", "jumps")
 FAULTS = """
 seed = 3
@@ -178,22 +184,25 @@ def test_a_trainer_that_ignores_sigterm_is_killed_when_the_time_to_watch_is_over
     (tmp_path / "plan.toml").write_text('[[fault]]\nname = "dies"\nwhat = "kill_agent"\n')
     stubborn = "import pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     stubborn += f"pathlib.Path({str(tmp_path / 'began')!r}).touch(); time.sleep(600)"
-    words = ["run", tmp_path / "plan.toml", "--log", tmp_path / "run.db", "--for", "5", "--", sys.executable, "-c"]
+    words = ["run", tmp_path / "plan.toml", "--log", tmp_path / "run.db", "--for", "2", "--", sys.executable, "-c"]
     done = CliRunner().invoke(chaos.chaos, [str(word) for word in (*words, stubborn)])
     assert (tmp_path / "began").exists()
     assert isinstance(done.exception, LogError), "no bus has written a log"
 
 
-def test_a_fleet_that_is_not_whole_at_the_end_is_judged_so(fleet: Callable[..., StagingFleet], tmp_path: Path) -> None:
-    plan = '[[fault]]\nname = "for good"\nwhat = "kill_agent"\nreplicas = [1]\nphase = "load"\ntimes = 0\n'
-    staging = fleet(faults=plan, checkpoints=tmp_path)
-    with ControlPlane(staging.bus, log=tmp_path / "run.db", run="day", checkpoints=tmp_path) as plane:
+def test_a_fleet_that_is_not_whole_at_the_end_is_judged_so(tmp_path: Path) -> None:
+    log, places = tmp_path / "run.db", [Identity(replica=replica, node_rank=0) for replica in (0, 1)]
+    engines = dict(zip(places, (Engine(), OutOfMemory()), strict=True))
+    with ControlPlane(ADDRESS, log=log) as plane, agents(plane.address, tmp_path, engines):
         plane.wait_for_agents(2, timeout=60).wait()
-        plane.sync_weights(None, checkpoint(tmp_path, 1), timeout=30, quorum=1).wait()
-        with pytest.raises(CommandFailed, match="not whole at the end"):
-            staging.judge(tmp_path / "run.db")
+        for version in (1, 2):
+            report = plane.sync_weights(version, Checkpoint("w"), manifest=MANIFEST, quorum=1).wait()
+        assert report.quarantined == (1,)
+    with pytest.raises(CommandFailed, match="not whole at the end"):
+        StagingFleet(tmp_path).judge(log)
 
 
+@pytest.mark.long
 def test_the_pages_example_passes_and_its_plan_is_explained(tmp_path: Path) -> None:
     example = module_of("docs/gamedays.md", "test_my_trainer", tmp_path)
     done = subprocess.run(

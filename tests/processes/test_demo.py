@@ -11,6 +11,8 @@ import termios
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from tests.running import environment, rolloutctl, typed
 
 
@@ -70,6 +72,7 @@ actor_rollout_ref:
 """
 
 
+@pytest.mark.long
 def test_in_a_pipe_it_prints_lines_and_verls_yaml_decides_what_is_profiled(tmp_path: Path) -> None:
     out, config = tmp_path / "out", tmp_path / "verl.yaml"
     config.write_text(VERL)

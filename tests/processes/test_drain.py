@@ -63,7 +63,7 @@ def test_at_sigterm_a_replica_ends_its_requests_leaves_and_no_sync_fails_for_it(
     front = f"ipc://{tmp_path}/engine"
     with (
         ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=CALM, checkpoints=tmp_path) as plane,
-        Node(plane.address, tmp_path, 0, 0),
+        Node(plane.address, tmp_path, 0, 0, "--engine", "tests.unit.small_bus:Engine"),  # which needs no torch
         Node(plane.address, tmp_path, 1, 0, "--serve", front, "--drain", "60") as leaving,
     ):
         plane.wait_for_agents(2, timeout=120).wait()
@@ -86,7 +86,7 @@ def test_a_drain_by_hand_aborts_what_still_runs_and_ends_the_agent(tmp_path: Pat
     front = f"ipc://{tmp_path}/engine"
     with (
         ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=CALM) as plane,
-        Node(plane.address, tmp_path, 0, 0),
+        Node(plane.address, tmp_path, 0, 0, "--engine", "tests.unit.small_bus:Engine"),  # which needs no torch
         Node(plane.address, tmp_path, 1, 0, "--serve", front) as drained,
     ):
         plane.wait_for_agents(2, timeout=120).wait()

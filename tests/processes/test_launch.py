@@ -39,7 +39,7 @@ from workers.server import guard
 from workers.server.guard import RestartPolicy
 from workers.server.launch import LaunchedEngine, ServerProcess
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 AGENT = """
 import json, os, sys, anyio

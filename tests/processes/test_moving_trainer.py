@@ -14,8 +14,6 @@ from tests.processes.machines import ADDRESSES, Machine, two_machines
 from tests.running import ROOT, typed
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(600)  # four processes import torch, two of them after the other two
-
 PORT: Final = 5555
 LEASE_MS: Final = 120_000
 TRAINER: Final = ROOT / "tests/processes/moving_trainer.py"
@@ -50,7 +48,7 @@ def test_a_trainer_that_is_killed_goes_on_on_another_machine_and_its_agents_find
 ) -> None:
     first, second = machines
     shared, errors = tmp_path / "shared", [tmp_path / f"{name}.log" for name in ("a", "b", "first", "second")]
-    agent = f"exec rolloutctl agent --engine tiny --checkpoints {shared}"
+    agent = f"exec rolloutctl agent --engine tests.unit.small_bus:Engine --checkpoints {shared}"
     name = Name(tmp_path / "hosts")
     name.lead_to("trainer")
     train = f"exec python {TRAINER} {shared} {PORT} {LEASE_MS}"

@@ -57,6 +57,7 @@ def sync(fleet: StagingFleet, folder: Path, quorum: int) -> list[LogItem]:
     return list(RunLog.walk(folder / "run.db"))
 
 
+@pytest.mark.long
 def test_a_recorded_run_is_simulated_as_it_was_and_another_policy_as_it_is(tmp_path: Path) -> None:
     torch.manual_seed(0)
     save(TinyModel(TinyConfig()), tmp_path / "weights")

@@ -83,6 +83,8 @@ class Fleet:
         for rank in self.ranks:
             assert rank.heard() == "up"
         self.plane.wait_for_agents(3, timeout=60).wait()
+        check = ProfileCommand(action="check", step=0)  # it may hold an agent up for longer than this bus waits
+        wait_until(lambda: not self.plane.publish(check).wait().missing)
 
     def step(self, number: int) -> None:
         """What a training step does: roll out, then train."""

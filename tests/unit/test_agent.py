@@ -56,7 +56,7 @@ from tests.unit.small_bus import (
 )
 from workers.agent import Agent
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 
 # Commands

@@ -13,9 +13,8 @@ LONG = (
     "adapters --sizes 1 --agents 2 --rounds 1",
     "agents --agents 2 --commands 2 --idle 0.1",
     "checkpoints --sizes 1 --rounds 1",
-    "fanout --agents 2 --rounds 2 --systems rolloutctl-keys,floor,pyzmq",
+    "fanout --agents 2 --rounds 2 --systems rolloutctl-keys,pyzmq",
     "join --agents 2",
-    "parts --agents 2 --seconds 0.2",
     "speakers --agents 2 --blocks 1 --idle 0.1 --uploads",
     "trainer --agents 2 --real 2 --loops python --seconds 0.2 --commands 100 --latencies 2",
     "weights --agents 2 --rounds 2 --load-ms 1",
@@ -39,11 +38,11 @@ def test_every_table_of_the_pages_is_one_that_can_be_written() -> None:
 
 
 def test_results_are_written_between_their_marks_and_nowhere_else() -> None:
-    page = "a\n<!-- figures: parts -->\nold\n<!-- end of figures -->\nb\n"
+    page = "a\n<!-- figures: growth -->\nold\n<!-- end of figures -->\nb\n"
     assert filled(page, Results()) == page
-    written = filled(page, Results(parts=[{"who": "bus", "agents": 8, "part": "decide", "percent": 12.4}]))
-    assert written.startswith("a\n<!-- figures: parts -->\n| part | bus, N=8 |\n")
-    assert written.endswith("| decide | 12 % |\n<!-- end of figures -->\nb\n")
+    written = filled(page, Results(machines=[{"what": "hello", "agents": 64, "us": 2.41}]))
+    assert written.startswith("a\n<!-- figures: growth -->\n| µs of CPU | 64 |\n")
+    assert written.endswith("| hello | 2.4 |\n<!-- end of figures -->\nb\n")
 
 
 def test_an_aim_is_reached_missed_or_not_measured() -> None:

@@ -51,8 +51,9 @@ async def test_an_operator_is_told_that_the_file_names_no_bus(tmp_path: Path) ->
 
 
 def test_agents_that_start_before_their_bus_find_it_by_the_file_and_so_they_do_when_it_moves(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("workers.link.connection.FIRST_WARNING_S", 0.1)
     config = BusConfig(
         heartbeat_ms=QUICK.heartbeat_ms, agent_timeout_ms=QUICK.agent_timeout_ms, address_file=str(tmp_path / "bus")
     )

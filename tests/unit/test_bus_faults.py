@@ -257,13 +257,10 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     goes_on.set()
 
 
-@pytest.mark.parametrize("durability", ["os", "disk"])
-def test_nothing_waits_for_a_disk_that_hangs(
-    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, durability: Any
-) -> None:
+def test_nothing_waits_for_a_disk_that_hangs(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bus_thread, "CLOSE_S", 0.1)
     monkeypatch.setattr("controlplane.plane.STATUS_MS", 1_000)
-    config = BusConfig(head_interval_ms=50, agent_timeout_ms=1_000, lease_ms=4_000, durability=durability)
+    config = BusConfig(head_interval_ms=50, agent_timeout_ms=1_000, lease_ms=2_500)
     plane = ControlPlane(ADDRESS, log=tmp_path / "run.db", config=config)
     plane.open()
     bus = plane.bus
@@ -288,18 +285,16 @@ def test_nothing_waits_for_a_disk_that_hangs(
 
 
 @pytest.mark.parametrize("keyed", [False, True])
-@pytest.mark.parametrize("durability", ["os", "disk"])
 def test_operators_are_told_since_when_a_disk_hangs_and_the_fleet_as_last_known(
-    tmp_path: Path, disk: Disk, durability: Any, keyed: bool
+    tmp_path: Path, disk: Disk, keyed: bool
 ) -> None:
     keys = None
     if keyed:
         folder = KeyFolder(tmp_path / "keys")
         folder.make_server()
         keys = KeySource.find(folder.add("tester", "observer", ()))
-    config = BusConfig(head_interval_ms=50, heartbeat_ms=40, durability=durability)
     with (
-        ControlPlane(ADDRESS, log=tmp_path / "run.db", config=config, keys=folder.path if keyed else None) as plane,
+        ControlPlane(ADDRESS, log=tmp_path / "run.db", config=QUICK, keys=folder.path if keyed else None) as plane,
         agents(plane.address, tmp_path, {} if keyed else {PRIMARY: Engine()}),
         contextlib.ExitStack() as stack,
     ):
@@ -324,11 +319,10 @@ def test_operators_are_told_since_when_a_disk_hangs_and_the_fleet_as_last_known(
 
 
 @pytest.mark.parametrize("lease_ms", [60_000, 2_500])
-@pytest.mark.parametrize("durability", ["os", "disk"])
 def test_an_operator_whose_command_meets_a_disk_that_hangs_hears_of_it_in_time(
-    tmp_path: Path, disk: Disk, durability: Any, lease_ms: int
+    tmp_path: Path, disk: Disk, lease_ms: int
 ) -> None:
-    config = BusConfig(head_interval_ms=50, agent_timeout_ms=1_000, lease_ms=lease_ms, durability=durability)
+    config = BusConfig(head_interval_ms=50, agent_timeout_ms=1_000, lease_ms=lease_ms)
     with contextlib.suppress(BusFaulted), ControlPlane(ADDRESS, log=tmp_path / "run.db", config=config) as plane:
         address, stops = plane.address, lease_ms < 60_000
         disk.clear()

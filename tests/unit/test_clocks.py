@@ -19,7 +19,7 @@ from schemas.commands import EngineCommand, Target
 from schemas.config import AgentConfig, BusConfig
 from schemas.transport.sockets import Context
 from schemas.wire import TimeReply
-from tests.running import rolloutctl
+from tests.running import typed
 from tests.unit.small_bus import PRIMARY, SECOND, Engine, running
 from workers.agent import Agent
 from workers.link.clocks import DRIFT_PPM, REPORT_AGE_NS, Clocks
@@ -202,7 +202,7 @@ async def test_a_new_bus_is_measured_again(tmp_path: Path, context: Context) -> 
 
 async def read_by_commands(log: Path) -> None:
     for words in (["log", "show"], ["log", "show", "--json"], ["log", "verify"], ["log", "replay"]):
-        done = await to_thread.run_sync(rolloutctl, *words, log)
+        done = await to_thread.run_sync(typed, *words, log)
         assert (done.returncode, done.stderr) == (0, ""), words
 
 
@@ -248,7 +248,7 @@ async def test_a_wall_clock_before_1970_is_survived(
     out = tmp_path / "out"
     await read_by_commands(path)
     for command in ("report", "timeline"):
-        done = await to_thread.run_sync(rolloutctl, command, path, "-o", out, "--force")
+        done = await to_thread.run_sync(typed, command, path, "-o", out, "--force")
         assert done.returncode == 0, done.stderr
     with RunLog.open(path) as log:
         assert log.state.seq == 2

@@ -37,7 +37,7 @@ from workers import driver
 from workers.driver import EngineDriver
 from workers.machine.state import Activity, AgentState
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 TTL_MS = 10_000
 """Of a command that would be late, had it waited for an observation that hangs (`driver.OBSERVE_S`)."""
@@ -348,6 +348,7 @@ async def test_a_drain_waits_for_requests_to_end_where_the_engine_says_how_many_
     says: bool, bus: Bus, tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "IDLE_S", 0.05)
+    monkeypatch.setattr(driver, "LABEL_LAST_S", 0.02)
     engine = Engine()
     engine.running = 1 if says else None
     async with running(bus, context, engine, tmp_path) as agent:

@@ -20,7 +20,7 @@ from controlplane.record.follow import follow
 from schemas.errors import LogError
 from schemas.events import RequestResend, Tick
 from schemas.storage.record_file import RecordFile
-from tests.running import rolloutctl, started
+from tests.running import rolloutctl, started, typed
 from tests.unit import journal_files
 from workers.link import journal as journal_module
 from workers.link.journal import Journal, archive_journal
@@ -171,14 +171,14 @@ def test_damage_and_other_decisions_are_found(path: Path, monkeypatch: pytest.Mo
     with sqlite3.connect(path) as database:
         database.execute("UPDATE records SET at_ns = 7 WHERE position = ?", (last.number // 2,))
     database.close()
-    shown, verified = log("show", path), log("verify", path, "--json")
+    shown, verified = typed("log", "show", path), typed("log", "verify", path, "--json")
     assert shown.returncode == 3 and len(shown.stdout.splitlines()) == last.number // 2 - 1
     assert "does not match its checksum" in shown.stderr and "Traceback" not in shown.stderr
     assert verified.returncode == 1 and "does not match its checksum" in json.loads(verified.stdout)["damage"]
     path.write_bytes(sound)
     event = next(entry.typed_event() for entry in walk_journal(path) if isinstance(entry, LogEntry))
     journal_files.append(path, [journal_files.entry(event, (RequestResend(7),))])  # type: ignore[arg-type]
-    replayed = log("replay", path)
+    replayed = typed("log", "replay", path)
     assert replayed.returncode == 1 and "led to other effects" in replayed.stdout
     monkeypatch.setattr("controlplane.cli.journals.LOGIC", LOGIC + 1)
     with pytest.raises(LogError, match=f"can't be replayed: decision logic {LOGIC} wrote it"):
@@ -189,7 +189,7 @@ def test_what_only_a_log_has_is_refused_for_a_journal_in_one_line(path: Path) ->
     written(path).close()
     before = path.read_bytes()
     for command, *options in (["prune", "--days", "1"], ["archive"]):
-        refused = log(command, path, *options)
+        refused = typed("log", command, path, *options)
         assert refused.returncode == 3 and str(path) in refused.stderr and len(refused.stderr.splitlines()) == 1
     assert path.read_bytes() == before and [near.name for near in path.parent.iterdir()] == [path.name]
 

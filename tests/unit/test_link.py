@@ -205,6 +205,7 @@ async def test_an_agent_whose_place_is_taken_ends(bus: Bus, context: Context, en
     assert engine.closed
 
 
+@pytest.mark.one_loop
 @pytest.mark.parametrize("address", ["nonsense", "tcp://127.0.0.1:99999", "tcp://", "http://127.0.0.1:5555"])
 async def test_a_wrong_address_is_an_error_at_once(
     address: str, context: Context, engine: Engine, tmp_path: Path
@@ -214,6 +215,7 @@ async def test_a_wrong_address_is_an_error_at_once(
             pass
 
 
+@pytest.mark.one_loop
 async def test_two_agents_cannot_share_a_journal(bus: Bus, context: Context, tmp_path: Path, run: Run) -> None:
     async with run():
         with pytest.raises(LogLocked):
@@ -221,6 +223,7 @@ async def test_two_agents_cannot_share_a_journal(bus: Bus, context: Context, tmp
                 pass
 
 
+@pytest.mark.one_loop
 async def test_an_engine_that_cannot_be_opened_leaves_nothing_open(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +276,7 @@ async def serve_time(bus: Bus) -> None:
         bus.raw(wire.TOPIC_HEAD, wire.encode_header(bus.epoch, 0, bus.seq), b"\xc0")
 
 
+@pytest.mark.one_loop
 async def test_a_frame_too_large_on_the_subscription_cuts_it_off_and_the_agent_subscribes_anew(
     bus: Bus, run: Run
 ) -> None:
@@ -294,6 +298,7 @@ async def test_a_frame_too_large_on_the_subscription_cuts_it_off_and_the_agent_s
         tasks.cancel_scope.cancel()
 
 
+@pytest.mark.one_loop
 @pytest.mark.usefixtures("impatient")
 async def test_a_frame_too_large_on_the_control_connection_cuts_it_off_and_the_agent_joins_anew(
     bus: Bus, run: Run
@@ -307,9 +312,11 @@ async def test_a_frame_too_large_on_the_control_connection_cuts_it_off_and_the_a
             while bus.peer == first:
                 await bus.next(wire.TimeRequest)  # on a new connection, from a stranger
         bus.say(STRANGER)
-        assert await bus.admit() == replace(hello, attempt=1)
+        again = await bus.admit()  # on a slow machine it may have said hello more than once
+        assert again.attempt > hello.attempt and again == replace(hello, attempt=again.attempt)
 
 
+@pytest.mark.one_loop
 @pytest.mark.usefixtures("impatient")
 async def test_a_bus_that_is_only_busy_keeps_its_connection(bus: Bus, joined: Run) -> None:
     async with joined():
@@ -329,6 +336,7 @@ async def test_a_bus_that_is_only_busy_keeps_its_connection(bus: Bus, joined: Ru
 # Lease, hostile bytes, orderly end
 
 
+@pytest.mark.one_loop
 async def test_silence_for_the_length_of_the_lease_ends_a_pause(bus: Bus, engine: Engine, run: Run) -> None:
     bus.lease_ms = 100
     async with run() as agent:
@@ -342,6 +350,7 @@ async def test_silence_for_the_length_of_the_lease_ends_a_pause(bus: Bus, engine
         await reaches(agent, lambda state: not state.needs_snapshot and not state.engine.generating)
 
 
+@pytest.mark.one_loop
 async def test_the_lease_of_an_agent_that_restarts_without_a_bus_counts_from_its_start(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path, run: Run
 ) -> None:
@@ -358,6 +367,7 @@ async def test_the_lease_of_an_agent_that_restarts_without_a_bus_counts_from_its
         assert not agent.state.joined and not in_sync(agent.state)
 
 
+@pytest.mark.one_loop
 async def test_an_engine_that_waits_for_a_bus_pauses_although_its_agent_restarts_without_one(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path, run: Run
 ) -> None:
@@ -370,6 +380,7 @@ async def test_an_engine_that_waits_for_a_bus_pauses_although_its_agent_restarts
         await reaches(agent, lambda state: not state.engine.generating)
 
 
+@pytest.mark.one_loop
 async def test_a_bus_of_which_only_one_port_is_within_reach_renews_no_lease(bus: Bus, engine: Engine, run: Run) -> None:
     """It welcomes the agent and answers each request for the time, and publishes nothing that arrives."""
     bus.lease_ms = 300
@@ -392,6 +403,7 @@ async def test_a_bus_of_which_only_one_port_is_within_reach_renews_no_lease(bus:
         tasks.cancel_scope.cancel()
 
 
+@pytest.mark.one_loop
 async def test_malformed_messages_are_counted_logged_once_and_change_nothing(
     bus: Bus, joined: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -424,6 +436,7 @@ async def test_malformed_messages_are_counted_logged_once_and_change_nothing(
     assert len(lines) == 1 and "dropped a malformed message from the bus (1 so far): a message has 2 frames" in lines[0]
 
 
+@pytest.mark.one_loop
 @pytest.mark.parametrize("way", ["published", "resent"])
 async def test_a_record_that_cannot_be_read_is_answered_and_the_next_one_applied(
     bus: Bus, engine: Engine, joined: Run, way: str
@@ -458,6 +471,7 @@ async def test_a_record_that_cannot_be_read_is_answered_and_the_next_one_applied
         assert agent.state.seq == len(bodies) + 1 and agent.malformed == 0 and len(engine.calls) == 1
 
 
+@pytest.mark.one_loop
 async def test_an_unknown_command_is_answered_and_does_not_stop_the_stream(
     bus: Bus, engine: Engine, joined: Run
 ) -> None:

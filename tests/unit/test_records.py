@@ -273,7 +273,10 @@ def test_a_failed_opening_releases_the_lock(path: Path) -> None:
             RecordFile.open(path)
 
 
-def test_a_file_whose_records_are_committed_closes_though_another_program_has_locked_it(path: Path) -> None:
+def test_a_file_whose_records_are_committed_closes_though_another_program_has_locked_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "BUSY_S", 0.1)
     file = RecordFile.open(path)
     fill(file, 10)
     append(file, record(11))

@@ -16,11 +16,13 @@ from schemas import errors
 from schemas.agent_status import AgentStatus
 from schemas.commands import EngineCommand, Target, WeightSync
 from schemas.config import BusConfig
-from schemas.identity import RolloutMode
+from schemas.identity import Identity, RolloutMode
 from schemas.outcomes import Acted, Reason, Skipped
 from schemas.reports import FleetStatus
 from tests.processes.test_agent_process import Node
 from tests.unit.fleets import DONE, NO, NOT_PRIMARY, SECOND_US, Coordinator
+from tests.unit.small_bus import Engine
+from tests.unit.test_plane import agents
 
 PATIENT = BusConfig(head_interval_ms=50, heartbeat_ms=100, retransmit_ms=200, agent_timeout_ms=60_000)
 SERVING = AgentStatus(ready=True, tokenizer="present", engine="tiny", generating=True, version=1)
@@ -450,7 +452,7 @@ def test_the_last_heartbeat_of_an_agent_that_was_just_stopped_does_not_count(
 
 
 def test_a_paused_replica_is_waited_for_until_it_is_resumed(plane: ControlPlane, tmp_path: Path) -> None:
-    with Node(plane.address, tmp_path, 0, 0):
+    with agents(plane.address, tmp_path, {Identity(replica=0, node_rank=0): Engine()}):
         plane.wait_for_agents(1, timeout=60).wait()
         plane.pause().wait().raise_for_failures()
         with pytest.raises(errors.AgentsMissing, match=r"0\.0 lacks: it does not serve: .*paused"):

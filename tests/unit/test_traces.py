@@ -23,7 +23,7 @@ from workers.traces import node as traces
 from workers.traces.finish_hook import WAIT_S
 from workers.traces.node import MAX_LISTED, NodeTraces, collect_traces, move_trace, relocate_traces
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 # Replica 4 of two nodes with two GPUs each: global ranks 16 to 19.
 FIRST = Identity(replica=4, node_rank=0, nnodes=2, gpus_per_node=2)

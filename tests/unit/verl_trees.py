@@ -11,7 +11,6 @@ from schemas.profiler.config import ConfigReading, ProfilerConfig, read_verl_con
 
 TORCH = "actor_rollout_ref.rollout.profiler.tool_config.torch"
 ROLLOUT = "actor_rollout_ref.rollout.profiler"
-ACTOR = "actor_rollout_ref.actor.profiler"
 
 read = read_verl_config
 

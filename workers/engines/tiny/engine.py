@@ -132,14 +132,12 @@ class TinyEngine:
     def _launch(self) -> None:
         try:
             from workers.engines.tiny.model import TinyConfig, layout, weights
-            from workers.engines.tiny.profile import prepare
             from workers.engines.tiny.scheduler import Scheduler
         except ModuleNotFoundError as error:
             raise ExtraMissing(
                 f"the tiny engine needs torch and safetensors, and {error.name} is not installed", "torch"
             ) from error
 
-        prepare()
         launched = events.Observation(
             engine=NAME,
             instance=self._instance,

@@ -45,6 +45,12 @@ class TinyConfig(Struct, frozen=True, kw_only=True):
     context: int = 64
 
 
+class Linear(nn.Linear):
+    """A layer that draws no weights: the model does, and not from torch's global random state."""
+
+    def reset_parameters(self) -> None: ...
+
+
 class Block(nn.Module):
     """Attention and a feed-forward layer, each with its norm before it."""
 
@@ -53,10 +59,10 @@ class Block(nn.Module):
         hidden = config.hidden
         self._heads = config.heads
         self.norm = nn.LayerNorm(hidden, elementwise_affine=False)
-        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
-        self.out = nn.Linear(hidden, hidden, bias=False)
-        self.up = nn.Linear(hidden, 4 * hidden, bias=False)
-        self.down = nn.Linear(4 * hidden, hidden, bias=False)
+        self.qkv = Linear(hidden, 3 * hidden, bias=False)
+        self.out = Linear(hidden, hidden, bias=False)
+        self.up = Linear(hidden, 4 * hidden, bias=False)
+        self.down = Linear(4 * hidden, hidden, bias=False)
 
     def forward(self, x: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
         """Map x [B, T, hidden] to the same shape; return it with the keys and values [2, B, heads, past + T, D]."""
@@ -73,13 +79,12 @@ class TinyModel(nn.Module):
     def __init__(self, config: TinyConfig, seed: int = 0) -> None:
         super().__init__()
         self.config = config
-        with torch.device("meta"):  # on a real device, the layers would draw from torch's global random state
-            self.tokens = nn.Embedding(config.vocab, config.hidden)
-            self.positions = nn.Embedding(config.context, config.hidden)
-            self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-            self.norm = nn.LayerNorm(config.hidden, elementwise_affine=False)
-            self.head = nn.Linear(config.hidden, config.vocab, bias=False)
-        self.to_empty(device="cpu")
+        vocab, context, hidden = config.vocab, config.context, config.hidden
+        self.tokens = nn.Embedding(vocab, hidden, _weight=torch.empty(vocab, hidden))
+        self.positions = nn.Embedding(context, hidden, _weight=torch.empty(context, hidden))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(hidden, elementwise_affine=False)
+        self.head = Linear(hidden, vocab, bias=False)
         generator = torch.Generator().manual_seed(seed)
         for name, matrix in self.named_parameters():
             nn.init.normal_(matrix, std=INITIAL_STD.get(name, matrix.shape[1] ** -0.5), generator=generator)

@@ -23,11 +23,6 @@ FORWARD: Final = "tiny.forward"
 """The span around each forward in a trace."""
 
 
-def prepare() -> None:
-    """Import what the first start of a profiler imports, which takes seconds, before the engine serves."""
-    importlib.import_module("torch._inductor.config")
-
-
 def require_supported(plan: ProfilePlan) -> None:
     """Raise UnsupportedError for a plan that this engine can't record."""
     limits = (
@@ -37,6 +32,8 @@ def require_supported(plan: ProfilePlan) -> None:
         Limit(plan.merge, "a merged trace", "it has one rank"),
     )
     require_recordable("the tiny engine", limits)
+    # torch's profiler imports it at its first start: here, a check takes those seconds, and no step.
+    importlib.import_module("torch._inductor.config")
 
 
 class ForwardProfile:
