@@ -13,7 +13,8 @@ from controlplane.simulate.costs import RunCosts
 from controlplane.simulate.fit import fit
 from controlplane.simulate.fleet_model import Tree, checked, merged, varied
 from controlplane.simulate.modelled_engine import Kind
-from controlplane.simulate.simulator import simulate
+from controlplane.simulate.quiet import QuietSyncs
+from controlplane.simulate.simulator import Simulation, simulate
 from schemas.errors import ConfigError
 from schemas.profiler.conversion import read_toml
 from tests.pages import blocks
@@ -110,6 +111,37 @@ def test_a_fleet_of_each_kind_of_engine_comes_through_all_failures(kind: Kind, w
     assert found.aborted < 20
     assert found.down > 0
     assert found.lost < found.gpu_hours
+
+
+RARE: Tree = {"engine_per_hour": 0.6, "engine_s": 40.0, "agent_per_hour": 0.5, "cut_per_hour": 0.5, "cut_s": 20.0}
+SPREAD: Tree = {"median": 10.0, "p99": 20.0}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"calls": {"load": SPREAD}},
+        {"calls": {"load": SPREAD}, "failures": RARE, "fleet": {"nodes": 2, "engine": "sglang"}},
+        {"calls": {"load": SPREAD}, "failures": {"trainer_per_hour": 2.0, "trainer_s": 100.0}},
+        {"calls": {"load": SPREAD}, "failures": {"calls": {"load": 0.02, "resume": 0.01}}, "policy": {"quorum": "all"}},
+        {"calls": {"load": [[9.0, 11.0], [10.0, 8.0, 15.0]]}, "network": {"median": 0.01, "p99": 0.05}},
+        {"calls": {"load": SPREAD}, "policy": {"timeout": 17.0}},
+        {"requests": {"median": 5.0, "p99": 60.0}, "policy": {"in_flight": "wait"}},
+        {"calls": {"load_adapter": SPREAD, "unload_adapter": 3.0}, "policy": {"sync": "adapter"}, "failures": RARE},
+    ],
+)
+def test_syncs_in_which_nothing_fails_are_drawn_and_cost_what_they_do_if_the_machines_decide_them(
+    changed: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = checked(merged(merged(PLAIN, {"steps": 300}), changed), "fleet.toml")
+    few = Simulation(model)
+    some_drawn = few.run()
+    monkeypatch.setattr(QuietSyncs, "draw", lambda _: None)
+    many = Simulation(model)
+    all_decided = many.run()
+    assert few.bus.state.seq < many.bus.state.seq / 2  # commands
+    for name in RunCosts.__struct_fields__:  # the stated error
+        assert getattr(some_drawn, name) == pytest.approx(getattr(all_decided, name), rel=0.001), name
 
 
 def test_a_fleet_that_fails_too_often_to_sync_is_an_error() -> None:
