@@ -18,7 +18,7 @@ from controlplane.machine import coordinator
 from controlplane.machine import events as bus_events
 from controlplane.machine.coordinator_state import CoordinatorState
 from controlplane.simulate.costs import CostCounter, RunCosts
-from controlplane.simulate.fleet_model import CallTimes, Chance, Duration, FleetModel, drawn
+from controlplane.simulate.fleet_model import CallTimes, Chance, Duration, FleetModel, RecordedFailure, drawn
 from controlplane.simulate.modelled_engine import ModelledEngine
 from controlplane.simulate.quiet import TURN_US, QuietSyncs
 from controlplane.simulate.virtual_clock import VirtualClock
@@ -61,6 +61,9 @@ class Simulation:
         self._luck: dict[tuple[str, str], Random] = {}
         self._values: dict[tuple[str, str], Iterator[float]] = {}
         self._failures_us: list[int] = []  # a heap
+        self._recorded: defaultdict[int, list[RecordedFailure]] = defaultdict(list)  # by sync
+        for failure in model.failures.recorded:
+            self._recorded[failure.sync].append(failure)
         self.fixed = _fixed(model)
         self.fixed_network_us = round(model.network * SECOND) if isinstance(model.network, float | int) else None
         self.quiet = QuietSyncs(self)
@@ -108,18 +111,42 @@ class Simulation:
             self._values[place, what] = drawn(values, self.luck(place, what), int(place.partition(".")[0] or 0))
         return next(self._values[place, what])
 
-    def fail(self, per_hour: float, place: str, what: str, act: Callable[[], None]) -> None:
-        """Have something happen at random, again and again."""
-        if per_hour:
-            wait_us = round(self.luck(place, what).expovariate(per_hour / 3600) * SECOND)
-            heappush(self._failures_us, self.clock.now + wait_us)
-            self.clock.at(wait_us, self._fails, per_hour, place, what, act)
+    def fail(self, per_hour: float, place: str, what: str, act: Callable[[Duration], None], lasts: Duration) -> None:
+        """Have something fail at random, again and again."""
 
-    def _fails(self, per_hour: float, place: str, what: str, act: Callable[[], None]) -> None:
+        def again() -> None:
+            self.fail(per_hour, place, what, act, lasts)
+            act(lasts)
+
+        if per_hour:
+            self._fail_after(self.luck(place, what).expovariate(per_hour / 3600), again)
+
+    def _fail_after(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
+        wait_us = round(seconds * SECOND)
+        heappush(self._failures_us, self.clock.now + wait_us)
+        self.clock.at(wait_us, self._fails, act, *args)
+
+    def _fails(self, act: Callable[..., None], *args: Any) -> None:
         heappop(self._failures_us)
         self.quiet.failed()
-        self.fail(per_hour, place, what, act)
-        act()
+        act(*args)
+
+    def reached(self, sync: int, phase: str) -> None:
+        """Have fail what failed in this part of a recorded run, or in one that this run has left out."""
+        left = self._recorded.pop(sync, [])
+        for failure in left:
+            if phase in (failure.phase, "step"):
+                agent = self.agents.get(failure.agent)
+                if failure.what == "trainer":
+                    self._fail_after(failure.after, self.bus.die, failure.lasts)
+                elif agent is not None:
+                    self._fail_after(failure.after, agent.fail, failure.what, failure.lasts)
+        if later := [failure for failure in left if phase not in (failure.phase, "step")]:
+            self._recorded[sync] = later
+
+    def has_recorded(self, sync: int) -> bool:
+        """Return whether something failed in this sync of a recorded run, or before the next one."""
+        return sync in self._recorded
 
     def fails_by(self, at_us: int) -> bool:
         """Return whether anything fails up to a moment."""
@@ -175,11 +202,19 @@ class SimulatedAgent:
 
     def plan_failures(self) -> None:
         failures = self.model.failures
-        self.run.fail(failures.agent_per_hour, self.name, "agent", self._die)
-        self.run.fail(failures.cut_per_hour, self.name, "cut", self._be_cut_off)
-        self.run.fail(failures.engine_per_hour if self.engine else 0.0, self.name, "engine", self._lose_engine)
+        self.run.fail(failures.agent_per_hour, self.name, "agent", self._die, failures.agent_s)
+        self.run.fail(failures.cut_per_hour, self.name, "cut", self._be_cut_off, failures.cut_s)
+        if self.engine is not None:
+            self.run.fail(failures.engine_per_hour, self.name, "engine", self._lose_engine, failures.engine_s)
 
-    def _die(self) -> None:
+    def fail(self, what: str, lasts: Duration) -> None:
+        """Have something fail that an agent has seen fail, and for as long as it saw that."""
+        if what == "engine":
+            self._lose_engine(lasts, seen_us=0)
+        else:
+            (self._die if what == "agent" else self._be_cut_off)(lasts)
+
+    def _die(self, lasts: Duration) -> None:
         """The call in flight is carried out all the same, or not."""
         if self.alive:
             engine, calls = self.engine, self.state.activity.calls if self.state.activity is not None else ()
@@ -187,29 +222,29 @@ class SimulatedAgent:
                 engine.carry_out(calls[0], events.Returned())
             self.alive, self._call_id = False, 0
             self.lose_bus()
-            self.run.after(self.model.failures.agent_s, self.name, "agent back", self.begin)
+            self.run.after(lasts, self.name, "agent back", self.begin)
 
-    def _be_cut_off(self) -> None:
+    def _be_cut_off(self, lasts: Duration) -> None:
         if not self._cut:
             self._cut = True
             self.lose_bus()
-            self.run.after(self.model.failures.cut_s, self.name, "cut off", self._be_back)
+            self.run.after(lasts, self.name, "cut off", self._be_back)
 
     def _be_back(self) -> None:
         self._cut = False
         self.connect()
 
-    def _lose_engine(self) -> None:
+    def _lose_engine(self, lasts: Duration, seen_us: int = AGAIN_US) -> None:
         if self.engine is not None and self.engine.ready:
             self.engine.end()
             self._return(self._call_id, events.Fault("engine_error", "the engine died."))
-            self.clock.at(AGAIN_US, self._look)
-            self.run.after(self.model.failures.engine_s, self.name, "engine back", self._regain_engine)
+            self.clock.at(seen_us, self._look)
+            self.run.after(lasts, self.name, "engine back", self._regain_engine, seen_us)
 
-    def _regain_engine(self) -> None:
+    def _regain_engine(self, seen_us: int) -> None:
         if self.engine is not None:
             self.engine.ready = True
-            self.clock.at(AGAIN_US, self._look)
+            self.clock.at(seen_us, self._look)
 
     def _look(self) -> None:
         seen = NO_ENGINE if self.engine is None else self.engine.observe()
@@ -397,20 +432,23 @@ class SimulatedBus:
         for agent in self.run.agents.values() if self._life > 1 else ():
             agent.connect()
         if self._life == 1:
-            self.run.fail(self.model.failures.trainer_per_hour, "", "trainer", self._die)
+            failures = self.model.failures
+            self.run.fail(failures.trainer_per_hour, "", "trainer", self.die, failures.trainer_s)
 
-    def _die(self) -> None:
+    def die(self, lasts: Duration) -> None:
+        """The trainer dies, with its bus."""
         if self.alive:
             self.alive, self._inbox, self._answers, self._deadline_us = False, [], [], None
             for agent in self.run.agents.values():
                 agent.lose_bus()
-            self.run.after(self.model.failures.trainer_s, "", "trainer back", self.open)
+            self.run.after(lasts, "", "trainer back", self.open)
 
     def _sync(self, life: int) -> None:
         if not self.alive or life != self._life:
             return
         policy, self._tried = self.model.policy, self._tried + 1
-        if (ended_us := self.run.quiet.draw()) is not None:
+        ended_us = None if self.run.has_recorded(self._tried) else self.run.quiet.draw()
+        if ended_us is not None:
             self.clock.at(ended_us - self.clock.now, self._plan_sync, life)
             return
         quorum = self.model.fleet.replicas if policy.quorum == "all" else policy.quorum
@@ -489,6 +527,7 @@ class SimulatedBus:
                 command = wire.decode_command(envelope.body)
                 if isinstance(command, WeightSync | AdapterSync):
                     self.run.quiet.published(command.phase)
+                    self.run.reached(self._tried, command.phase)
                 for agent in self.run.agents.values():
                     if agent.peer:
                         agent.deliver("publications", agent.on_command, agent.peer, epoch, record, command)
@@ -500,6 +539,7 @@ class SimulatedBus:
                     agent.deliver("down", agent.on_message, peer, effect.epoch, effect.seq, effect.message)
             case bus_events.Conclude(report=SyncReport() as report):
                 self.run.quiet.concluded(report)
+                self.run.reached(self._tried, "step")
                 self._plan_sync(self._life)
             case bus_events.Refuse(reason=reason):
                 raise ConfigError(f"the bus refuses the sync: {reason}")

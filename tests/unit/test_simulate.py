@@ -144,6 +144,28 @@ def test_syncs_in_which_nothing_fails_are_drawn_and_cost_what_they_do_if_the_mac
         assert getattr(some_drawn, name) == pytest.approx(getattr(all_decided, name), rel=0.001), name
 
 
+@pytest.mark.parametrize(
+    ("what", "agent", "phase", "lasts", "longest", "left_out", "seconds"),
+    [
+        ("engine", "1.0", "load", 50.0, 20.31, 0.1, 383.7),  # back in the next sync, which it has to load twice for
+        ("engine", "1.0", "abort", 20.0, 10.58, 0.0, 373.9),  # no sync is aborted: at its end
+        ("agent", "0.0", "load", 5.0, 15.38, 0.0, 378.7),  # what it was loading, it loads again
+        ("agent", "0.0", "step", 35.0, 15.38, 0.0, 378.7),  # back in the next sync
+        ("cut", "2.0", "prepare", 35.0, 14.21, 0.1, 378.3),
+        ("trainer", "", "commit", 900.0, 10.37, 0.0, 1314.0),
+        ("agent", "7.0", "load", 900.0, 10.37, 0.0, 373.7),  # of a larger fleet
+    ],
+)
+def test_a_recorded_failure_happens_in_its_part_of_its_sync(
+    what: str, agent: str, phase: str, lasts: float, longest: float, left_out: float, seconds: float
+) -> None:
+    recorded = {"what": what, "agent": agent, "sync": 3, "phase": phase, "after": 0.005, "lasts": lasts}
+    found = costs({"failures": {"recorded": [recorded]}})
+    assert found.sync_p99 == pytest.approx(longest, abs=0.01)
+    assert (found.left_out, found.aborted) == (left_out, 0)
+    assert found.hours * 3600 == pytest.approx(seconds, abs=0.1)
+
+
 def test_a_fleet_that_fails_too_often_to_sync_is_an_error() -> None:
     with pytest.raises(ConfigError, match="less than one a week"):
         costs({"step": 3000.0, "failures": {"trainer_per_hour": 60.0, "trainer_s": 2000.0}})
@@ -210,13 +232,23 @@ def test_costs_are_printed_as_json_and_drawn(tmp_path: Path, monkeypatch: pytest
     assert f"{row['costs']['paused'] / row['costs']['gpu_hours']:.1%}" in picture
 
 
-def test_deaths_of_a_recorded_run_are_fitted_and_its_log_is_simulated_with_another_policy() -> None:
+def test_deaths_of_a_recorded_run_happen_again_where_they_did_also_with_another_policy() -> None:
     tree, recorded = fit(RunLog.walk(KILLED))
     model = checked(tree, "killed.db")
     assert (model.fleet.replicas, model.fleet.nodes, model.fleet.engine) == (2, 2, "tiny")
-    assert model.failures.agent_per_hour > 0
+    died = [(failure.what, failure.agent, failure.sync, failure.phase) for failure in model.failures.recorded]
+    assert died == [("agent", "1.0", 4, "step"), ("engine", "1.0", 4, "step")]
     assert model.bus.lease_ms > 0
-    assert recorded.down > 0
+    again = simulate(model)
+    assert (again.syncs, again.aborted, again.left_out) == (recorded.syncs, recorded.aborted, recorded.left_out)
+    for name in ("hours", "gpu_hours", "sync_p99", "down", "lost"):  # the stated error
+        assert getattr(again, name) == pytest.approx(getattr(recorded, name), rel=0.1), name
+    for seed in "12":
+        assert simulate(checked(varied(tree, "seed", seed), "killed.db")).down == pytest.approx(recorded.down, rel=0.1)
+    all_must = simulate(checked(varied(tree, "quorum", "all"), "killed.db"))
+    assert all_must.aborted == 1
+    assert all_must.down == pytest.approx(recorded.down, rel=0.1)
+    assert simulate(checked(varied(tree, "failures.recorded", "[]"), "killed.db")).down == 0
     done = CliRunner().invoke(cli, ["simulate", "--from", str(KILLED), "--vary", "quorum=1", "--json"])
     rows = json.loads(done.output)
     assert [(row["run"], row["costs"]["syncs"]) for row in rows] == [("recorded", 7), ("quorum=1", 7)]
