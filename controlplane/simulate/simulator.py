@@ -12,13 +12,13 @@ from random import Random
 from typing import Any, Final
 
 from msgspec import convert
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from controlplane.machine import coordinator
 from controlplane.machine import events as bus_events
 from controlplane.machine.coordinator_state import CoordinatorState
 from controlplane.simulate.costs import CostCounter, RunCosts
-from controlplane.simulate.fleet_model import CallTimes, Chance, Duration, FleetModel, RecordedFailure, drawn
+from controlplane.simulate.fleet_model import Chance, Duration, FleetModel, RecordedFailure, drawn
 from controlplane.simulate.modelled_engine import ModelledEngine
 from controlplane.simulate.quiet import TURN_US, QuietSyncs
 from controlplane.simulate.virtual_clock import VirtualClock
@@ -61,9 +61,9 @@ class Simulation:
         self._luck: dict[tuple[str, str], Random] = {}
         self._values: dict[tuple[str, str], Iterator[float]] = {}
         self._failures_us: list[int] = []  # a heap
-        self._recorded: defaultdict[int, list[RecordedFailure]] = defaultdict(list)  # by sync
+        self.recorded: defaultdict[int, list[RecordedFailure]] = defaultdict(list)  # by sync: what is still to come
         for failure in model.failures.recorded:
-            self._recorded[failure.sync].append(failure)
+            self.recorded[failure.sync].append(failure)
         self.fixed = _fixed(model)
         self.fixed_network_us = round(model.network * SECOND) if isinstance(model.network, float | int) else None
         self.quiet = QuietSyncs(self)
@@ -133,20 +133,14 @@ class Simulation:
 
     def reached(self, sync: int, phase: str) -> None:
         """Have fail what failed in this part of a recorded run, or in one that this run has left out."""
-        left = self._recorded.pop(sync, [])
-        for failure in left:
-            if phase in (failure.phase, "step"):
-                agent = self.agents.get(failure.agent)
-                if failure.what == "trainer":
-                    self._fail_after(failure.after, self.bus.die, failure.lasts)
-                elif agent is not None:
-                    self._fail_after(failure.after, agent.fail, failure.what, failure.lasts)
-        if later := [failure for failure in left if phase not in (failure.phase, "step")]:
-            self._recorded[sync] = later
-
-    def has_recorded(self, sync: int) -> bool:
-        """Return whether something failed in this sync of a recorded run, or before the next one."""
-        return sync in self._recorded
+        for failure in self.recorded.pop(sync, []):
+            agent = self.agents.get(failure.agent)
+            if phase not in (failure.phase, "step"):
+                self.recorded[sync].append(failure)
+            elif failure.what == "trainer":
+                self._fail_after(failure.after, self.bus.die, failure.lasts)
+            elif agent is not None:
+                self._fail_after(failure.after, agent.fail, failure.what, failure.lasts)
 
     def fails_by(self, at_us: int) -> bool:
         """Return whether anything fails up to a moment."""
@@ -156,11 +150,8 @@ class Simulation:
 def _fixed(model: FleetModel) -> dict[str, Outcome]:
     """Return how each call ends of which nothing is drawn."""
     fixed: dict[str, Outcome] = {}
-    for name in CallTimes.__struct_fields__:
-        took, fails = (
-            getattr(model.calls, name),
-            (getattr(model.failures.calls, name), getattr(model.failures.refused, name)),
-        )
+    for name, took in asdict(model.calls).items():
+        fails = getattr(model.failures.calls, name), getattr(model.failures.refused, name)
         if isinstance(took, float | int) and fails == (0, 0) and (name, model.policy.in_flight) != ("pause", "wait"):
             fixed[name] = RETURNED, round(took * SECOND)
     return fixed
@@ -310,7 +301,8 @@ class SimulatedAgent:
 
     def put_back(self, call: events.Call, outcome: Outcome) -> None:
         """Have a call of this name end as was drawn for it."""
-        self._ahead[call_name(call)].appendleft(outcome)
+        if call_name(call) not in self.run.fixed:
+            self._ahead[call_name(call)].appendleft(outcome)
 
     def draw(self, call: events.Call) -> Outcome:
         """Return how a call ends, and how long it takes (µs)."""
@@ -447,7 +439,7 @@ class SimulatedBus:
         if not self.alive or life != self._life:
             return
         policy, self._tried = self.model.policy, self._tried + 1
-        ended_us = None if self.run.has_recorded(self._tried) else self.run.quiet.draw()
+        ended_us = None if self._tried in self.run.recorded else self.run.quiet.draw()
         if ended_us is not None:
             self.clock.at(ended_us - self.clock.now, self._plan_sync, life)
             return
