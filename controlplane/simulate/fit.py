@@ -15,6 +15,7 @@ from controlplane.simulate.costs import CostCounter, RunCosts
 from controlplane.simulate.fleet_model import CallTimes, Tree
 from controlplane.simulate.modelled_engine import KINDS
 from schemas import events
+from schemas.agent_status import Clock
 from schemas.commands import AdapterSync, WeightSync
 from schemas.config import BusConfig
 from schemas.errors import ConfigError
@@ -23,7 +24,7 @@ from schemas.identity import ROLLOUT, Identity, agent_of, identity_of
 from schemas.reports import SyncReport
 from schemas.wire import decode_command
 from workers.machine.decide import decide
-from workers.machine.state import Activity, AgentState, call_name
+from workers.machine.state import Activity, AgentState, EngineState, call_name
 
 SAMPLES_MAX: Final = 1_000
 """Values that are kept of one distribution, or of one replica's calls of a kind."""
@@ -94,8 +95,7 @@ class _Fitted:
         self._ended_by_us: dict[str, int] = {}  # by agent: the same of an earlier incarnation
         self._heard_us: dict[str, int] = {}  # by agent: its last decision
         self._down_us: dict[str, int] = {}  # by agent: since when its engine does not answer
-        self._published_us: dict[int, int] = {}
-        self._shifts_us: dict[str, int] = {}  # by agent: from its clock to the bus's
+        self._clocks: dict[str, Clock] = {}
 
     # --- the bus ------------------------------------------------------------------------------------------------------
 
@@ -111,6 +111,8 @@ class _Fitted:
         match event:
             case bus_events.SyncRequested():
                 self._add_request(event)
+            case bus_events.StatusReceived(peer=peer, status=status) if status.clock is not None:
+                self._clocks[agent_of(peer)] = status.clock
             case bus_events.HelloReceived() | bus_events.PeerLost() | bus_events.JoinReceived():
                 self._add_connection(event)
         for effect in effects:
@@ -146,7 +148,6 @@ class _Fitted:
         self._bus = {name: value for name, value in found.items() if isinstance(value, int)}
 
     def _add_published(self, effect: bus_events.Publish, at_us: int) -> None:
-        self._published_us[effect.seq] = at_us
         command = decode_command(effect.envelope.body)
         if isinstance(command, WeightSync | AdapterSync):
             self._tried += command.phase == "prepare"
@@ -178,17 +179,15 @@ class _Fitted:
         state, _ = decide(before, event)
         self.states[name] = entry.journal, state
         self.costs.decided_by_agent(name, event, state)
-        if isinstance(event, events.CommandReceived) and event.seq in self._published_us:
-            shift_us = self._published_us[event.seq] - 1000 * event.at_ms
-            self._shifts_us[name] = max(self._shifts_us.get(name, shift_us), shift_us)  # of the fastest
-        elif isinstance(event, events.Started) and name in self._heard_us:  # again
+        at_us = self._clocks[name].bus_ns(event.at_ms) // 1000 if name in self._clocks else 0
+        if isinstance(event, events.Started) and name in self._heard_us:  # again
             since_us = max(self._heard_us[name], self._ended_by_us.pop(name, 0))
             self._down_us.setdefault(name, since_us)  # perhaps it ended with its agent
-            self._failed_us.append(("agent", name, since_us, 1000 * event.at_ms + self._shifts_us[name]))
-        self._add_engine(name, event.at_ms, before, state)
-        if name in self._shifts_us:
-            self._heard_us[name] = 1000 * event.at_ms + self._shifts_us[name]
-        if isinstance(event, events.EngineReturned | events.Started) and before.activity and _answers(before):
+            self._failed_us.append(("agent", name, since_us, at_us))
+        self._add_engine(name, at_us, before.engine, state.engine)
+        self._heard_us[name] = at_us
+        answers = before.engine.tokenizer == "present"
+        if isinstance(event, events.EngineReturned | events.Started) and before.activity is not None and answers:
             self._add_call(name, before.activity, event)
 
     def _add_call(self, name: str, activity: Activity, event: events.EngineReturned | events.Started) -> None:
@@ -200,14 +199,13 @@ class _Fitted:
         self._failed[call][name].append(float(fault in _TOUCHED))
         self._refused[call][name].append(float(fault not in ("", *_TOUCHED)))
 
-    def _add_engine(self, name: str, at_ms: int, before: AgentState, state: AgentState) -> None:
-        known, engine, at_us = before.engine, state.engine, 1000 * at_ms + self._shifts_us.get(name, 0)
-        self._engine = engine.name if _answers(state) else self._engine
-        if _answers(before) and not _answers(state):
+    def _add_engine(self, name: str, at_us: int, known: EngineState, engine: EngineState) -> None:
+        if known.tokenizer == "present" != engine.tokenizer:
             self._down_us.setdefault(name, at_us)
         if known.instance is not None and engine.instance is not None and engine.instance != known.instance:
             self._failed_us.append(("engine", name, self._down_us.get(name, at_us), at_us))
-        if _answers(state):
+        if engine.tokenizer == "present":
+            self._engine = engine.name
             self._down_us.pop(name, None)
 
     # --- results ------------------------------------------------------------------------------------------------------
@@ -242,7 +240,3 @@ class _Fitted:
                 began_us, sync, phase = self._parts[at - 1]
                 times: Tree = {"after": (since_us - began_us) / 1e6, "lasts": max(0, until_us - since_us) / 1e6}
                 yield {"what": what, "agent": agent, "sync": sync, "phase": phase, **times}
-
-
-def _answers(state: AgentState) -> bool:
-    return state.engine.tokenizer == "present"
