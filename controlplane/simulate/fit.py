@@ -93,6 +93,7 @@ class _Fitted:
         self._lives: dict[str, str] = {}
         self._lost_us: dict[str, int] = {}  # by agent: when it was cut off or ended, as the bus saw it
         self._ended_by_us: dict[str, int] = {}  # by agent: the same of an earlier incarnation
+        self._joined_us: dict[str, int] = {}
         self._heard_us: dict[str, int] = {}  # by agent: its last decision
         self._down_us: dict[str, int] = {}  # by agent: since when its engine does not answer
         self._clocks: dict[str, Clock] = {}
@@ -135,6 +136,7 @@ class _Fitted:
             case bus_events.PeerLost(peer=peer, reason="unreachable"):
                 self._lost_us.setdefault(agent_of(peer), event.at_us - half_us)
             case bus_events.JoinReceived(peer=peer):
+                self._joined_us[agent_of(peer)] = event.at_us
                 if self._gathers:
                     self._ended_us = event.at_us
                 if (lost_us := self._lost_us.pop(agent_of(peer), None)) is not None:
@@ -183,7 +185,8 @@ class _Fitted:
         if isinstance(event, events.Started) and name in self._heard_us:  # again
             since_us = max(self._heard_us[name], self._ended_by_us.pop(name, 0))
             self._down_us.setdefault(name, since_us)  # perhaps it ended with its agent
-            self._failed_us.append(("agent", name, since_us, at_us))
+            joined_us = self._joined_us.get(name, 0)  # it has looked at its engine first
+            self._failed_us += [("agent", name, since_us, at_us), ("cut", name, since_us, joined_us)]
         self._add_engine(name, at_us, before.engine, state.engine)
         self._heard_us[name] = at_us
         answers = before.engine.tokenizer == "present"
