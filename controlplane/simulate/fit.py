@@ -28,6 +28,8 @@ from workers.machine.state import Activity, AgentState, EngineState, call_name
 
 SAMPLES_MAX: Final = 1_000
 """Values that are kept of one distribution, or of one replica's calls of a kind."""
+DAY_S: Final = 86_400.0
+"""The longest time that a model has."""
 _AS_MODELLED: Final = {"await_push": "load"}
 """Weights that the trainer sends take as long to arrive as it takes to load them."""
 _TOUCHED: Final = ("engine_error", "unanswered")
@@ -236,10 +238,13 @@ class _Fitted:
         }
 
     def _recorded(self) -> Iterator[Tree]:
-        """Yield what failed since the first sync began."""
+        """Yield what failed since the first sync began, to the end of the log if it was not over."""
+        for what, lasting in ("agent", self._lost_us), ("engine", self._down_us):
+            self._failed_us += [(what, name, since_us, self._now_us) for name, since_us in lasting.items()]
         for what, agent, since_us, until_us in self._failed_us:
             at = bisect_right(self._parts, since_us, key=itemgetter(0))
             if at:
                 began_us, sync, phase = self._parts[at - 1]
-                times: Tree = {"after": (since_us - began_us) / 1e6, "lasts": max(0, until_us - since_us) / 1e6}
+                after_s, lasts_s = (since_us - began_us) / 1e6, max(0, until_us - since_us) / 1e6
+                times: Tree = {"after": min(DAY_S, after_s), "lasts": min(DAY_S, lasts_s)}
                 yield {"what": what, "agent": agent, "sync": sync, "phase": phase, **times}

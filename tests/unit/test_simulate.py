@@ -8,6 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from controlplane.cli.__main__ import cli, run
+from controlplane.machine.events import HelloReceived, PeerLost
+from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
 from controlplane.simulate.costs import RunCosts
 from controlplane.simulate.fit import fit
@@ -252,6 +254,17 @@ def test_deaths_of_a_recorded_run_happen_again_where_they_did_also_with_another_
     done = CliRunner().invoke(cli, ["simulate", "--from", str(KILLED), "--vary", "quorum=1", "--json"])
     rows = json.loads(done.output)
     assert [(row["run"], row["costs"]["syncs"]) for row in rows] == [("recorded", 7), ("quorum=1", 7)]
+
+
+def test_an_agent_that_is_not_back_by_the_end_of_a_log_is_away_to_the_end() -> None:
+    entries = [entry for entry in RunLog.walk(KILLED) if isinstance(entry, LogEntry)]
+    events = [None if entry.agent else entry.typed_event() for entry in entries]
+    lost = next(place for place, event in enumerate(events) if isinstance(event, PeerLost))
+    back = next(place for place, event in enumerate(events) if place > lost and isinstance(event, HelloReceived))
+    tree, recorded = fit(entries[:back])
+    model = checked(tree, "killed.db")
+    assert [(failure.what, failure.agent) for failure in model.failures.recorded] == [("agent", "1.0")]
+    assert simulate(model).left_out == recorded.left_out == 0.2
 
 
 def test_a_log_without_a_sync_is_an_error() -> None:
