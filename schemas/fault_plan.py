@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal, NamedTuple, get_args
 
 from msgspec import Meta, Struct
 
-from schemas.commands import Command, UnknownCommand, WeightSync
+from schemas.commands import AdapterSync, Command, UnknownCommand, WeightSync
 from schemas.errors import ConfigError
 from schemas.events import Call, CommandReceived, Effect, Event, Perform, SnapshotReceived
 from schemas.identity import Count, Identity, Name, NodeRank, Positive, ReplicaIndex
@@ -74,7 +74,7 @@ class PlannedFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         replicas: Where; every replica if left out.
         random: On so many of these replicas, which the seed picks; on all if left out.
         node: Only on this node of a replica; on node 0 if left out.
-        version: During the sync to this version of the weights.
+        version: During the sync to this version, of the weights or of an adapter.
         phase: When this phase of a sync arrives; `prepare` if only a version is given.
         call: When the agent makes this call into its engine.
         after_s: So much later.
@@ -145,6 +145,13 @@ class Occasion(NamedTuple):
     call: str = ""
 
 
+def occasion_of(number: int, sync: WeightSync | AdapterSync | None, call: str = "") -> Occasion:
+    """Return the moment of a sync's phase, or of a call that belongs to it; None if it belongs to no sync."""
+    if sync is None:
+        return Occasion(number, call=call)
+    return Occasion(number, sync.phase, sync.adapter.version if isinstance(sync, AdapterSync) else sync.version, call)
+
+
 def occasions(event: Event, effects: Sequence[Effect], command: Command | UnknownCommand | None) -> Iterator[Occasion]:
     """Yield the moments that one decision of an agent is: a snapshot, a phase of a sync, a call.
 
@@ -156,12 +163,12 @@ def occasions(event: Event, effects: Sequence[Effect], command: Command | Unknow
     match event:
         case SnapshotReceived():
             yield Occasion(0)
-        case CommandReceived(command=WeightSync() as received):
-            yield Occasion(event.seq, received.phase, received.version)
-    phase, version = (command.phase, command.version) if isinstance(command, WeightSync) else (None, 0)
+        case CommandReceived(command=WeightSync() | AdapterSync() as received):
+            yield occasion_of(event.seq, received)
+    sync = command if isinstance(command, WeightSync | AdapterSync) else None
     for effect in effects:
         if isinstance(effect, Perform):
-            yield Occasion(effect.call_id, phase, version, str(effect.call.__struct_config__.tag))
+            yield occasion_of(effect.call_id, sync, str(effect.call.__struct_config__.tag))
 
 
 def is_due(fault: PlannedFault, occasion: Occasion) -> bool:

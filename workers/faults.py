@@ -133,9 +133,13 @@ class FaultInjector:
 
     def _happen(self, fault: PlannedFault) -> None:
         assert self._agent is not None
-        if not _is_spent(fault, self._agent.state):  # it may have been due again before it happened
-            self.note(fault)
-            self._inject(fault)
+        if _is_spent(fault, self._agent.state):  # it was due again before it happened
+            return
+        if fault.what in OF_SERVERS and not self._signal_server(0):
+            logger.warning("fault %r does not happen now: the engine's server is down already", fault.name)
+            return
+        self.note(fault)
+        self._inject(fault)
 
     def _inject(self, fault: PlannedFault) -> None:
         match fault.what:
@@ -163,14 +167,18 @@ class FaultInjector:
             case "jump_clock":
                 self._jumped_ns += int(fault.seconds * 1e9)
 
-    def _later(self, seconds: float, act: Callable[..., None], *args: object) -> None:
+    def _later(self, seconds: float, act: Callable[..., object], *args: object) -> None:
         asyncio.get_running_loop().call_later(seconds, act, *args)
 
-    def _signal_server(self, number: int) -> None:
+    def _signal_server(self, number: int) -> bool:
+        """Signal the server's session, and return whether there is one."""
         pid = self._server_pid() if self._server_pid is not None else None
-        if pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, number)  # which it leads
+        if pid is None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, number)  # which it leads
+            return True
+        return False
 
     def seen(self, observation: Observation) -> Observation:
         """Return an observation as the agent is to have it."""

@@ -19,10 +19,10 @@ from controlplane.record.follow import follow
 from controlplane.record.log import RunLog
 from controlplane.report.collect import collect
 from controlplane.report.verdict import verdict
-from schemas.commands import WeightSync
+from schemas.commands import AdapterSync, WeightSync
 from schemas.config import TIMEOUT_MAX_S
 from schemas.errors import ConfigError, LogError
-from schemas.fault_plan import MEANINGS, Occasion, PlannedFault, described, is_due, parse_plan
+from schemas.fault_plan import MEANINGS, PlannedFault, described, is_due, occasion_of, parse_plan
 from schemas.formatting import json_text, one_line
 from schemas.logs import logger_of
 from schemas.wire import decode_command
@@ -154,8 +154,8 @@ def _due(kills: Sequence[PlannedFault], entry: LogEntry) -> Iterator[PlannedFaul
     effects = entry.typed_effects() if kills and not entry.agent else ()
     for effect in effects:
         command = decode_command(effect.envelope.body) if isinstance(effect, Publish) else None
-        if isinstance(command, WeightSync) and isinstance(effect, Publish):
-            occasion = Occasion(effect.seq, command.phase, command.version)
+        if isinstance(command, WeightSync | AdapterSync) and isinstance(effect, Publish):
+            occasion = occasion_of(effect.seq, command)
             yield from [fault for fault in kills if is_due(fault, occasion)]
 
 

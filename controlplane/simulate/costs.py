@@ -1,5 +1,6 @@
 """What a run cost: adds up the decisions of a simulated run, or of a recorded one, in the same way."""
 
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 from msgspec import Struct
@@ -79,6 +80,14 @@ class CostCounter:
             if isinstance(effect, Conclude) and isinstance(effect.report, SyncReport):
                 self._ended(effect.report, event.at_us, self._requests.pop(effect.ticket or 0, event.at_us))
 
+    def add_sync(self, begun_us: int, ended_us: int, paused_us: Mapping[str, int]) -> None:
+        """Add a sync in which nothing failed, and for how long each replica was paused for it."""
+        self._ended_us, self._behind = ended_us, 0
+        self._times.values.append(ended_us - begun_us)
+        for name, spent_us in paused_us.items():
+            if name in self._replicas:
+                self._replicas[name].pause(spent_us // 1000)
+
     def _ended(self, report: SyncReport, at_us: int, since_us: int) -> None:
         self._ended_us = at_us
         self._times.values.append(at_us - since_us)
@@ -132,6 +141,11 @@ class _Replica:
         spent_ms = max(0, at_ms - self._since_ms)  # another boot of its node has another clock
         self.spent_ms[self._condition] = self.spent_ms.get(self._condition, 0) + spent_ms
         self._condition, self._since_ms = _condition(state), at_ms
+
+    def pause(self, spent_ms: int) -> None:
+        """Count time to come: it is paused, and serves again."""
+        self.spent_ms["paused"] = self.spent_ms.get("paused", 0) + spent_ms
+        self._since_ms += spent_ms
 
     def up_to(self, length_ms: int) -> dict[Condition, int]:
         """Return how long it did what in a run of this length: since its last decision it goes on as it did."""

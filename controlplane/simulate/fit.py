@@ -1,7 +1,9 @@
 """Fits the model of a fleet to a recorded run: what was measured there is what is drawn from."""
 
+from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from typing import Final
 
 from msgspec.msgpack import Decoder
@@ -13,18 +15,21 @@ from controlplane.simulate.costs import CostCounter, RunCosts
 from controlplane.simulate.fleet_model import CallTimes, Tree
 from controlplane.simulate.modelled_engine import KINDS
 from schemas import events
+from schemas.agent_status import Clock
 from schemas.commands import AdapterSync, WeightSync
 from schemas.config import BusConfig
 from schemas.errors import ConfigError
 from schemas.formatting import agent_order
 from schemas.identity import ROLLOUT, Identity, agent_of, identity_of
-from schemas.outcomes import Acted
-from schemas.reports import Report, SyncReport
+from schemas.reports import SyncReport
+from schemas.wire import decode_command
 from workers.machine.decide import decide
-from workers.machine.state import AgentState, call_name
+from workers.machine.state import Activity, AgentState, EngineState, call_name
 
 SAMPLES_MAX: Final = 1_000
 """Values that are kept of one distribution, or of one replica's calls of a kind."""
+DAY_S: Final = 86_400.0
+"""The longest time that a model has."""
 _AS_MODELLED: Final = {"await_push": "load"}
 """Weights that the trainer sends take as long to arrive as it takes to load them."""
 _TOUCHED: Final = ("engine_error", "unanswered")
@@ -80,17 +85,20 @@ class _Fitted:
         self._policy: Tree = {}
         self._bus: dict[str, int] = {}
         self._engine = ""
-        self._shift_us = self._now_us = 0
-        self._ended_us: int | None = None  # the last sync
+        self._shift_us = self._now_us = self._tried = 0
+        self._ended_us: int | None = None  # the last sync; before the first one, the last agent has joined
+        self._gathers = True
         self._steps: deque[float] = deque(maxlen=SAMPLES_MAX)
         self._calls, self._failed, self._refused = _Series(), _Series(), _Series()
-        self._away: defaultdict[str, list[float]] = defaultdict(list)  # by what failed
-        self._lost: dict[str, tuple[int, str]] = {}  # by agent: when it was lost (µs), and its incarnation
+        self._parts: list[tuple[int, int, str]] = []  # when a phase of which sync began (µs), or the step after it
+        self._failed_us: list[tuple[str, str, int, int]] = []  # what failed, whose, from when to when
         self._lives: dict[str, str] = {}
-        self._down_ms: dict[str, int] = {}  # by agent: since when its engine does not answer
-        self._received_ms: dict[tuple[str, int], int] = {}
-        self._halves_us: dict[tuple[str, int], int] = {}  # by agent and seq: its latency, or its own work (negative)
-        self._delays: deque[float] = deque(maxlen=100 * SAMPLES_MAX)
+        self._lost_us: dict[str, int] = {}  # by agent: when it was cut off or ended, as the bus saw it
+        self._ended_by_us: dict[str, int] = {}  # by agent: the same of an earlier incarnation
+        self._joined_us: dict[str, int] = {}
+        self._heard_us: dict[str, int] = {}  # by agent: its last decision
+        self._down_us: dict[str, int] = {}  # by agent: since when its engine does not answer
+        self._clocks: dict[str, Clock] = {}
 
     # --- the bus ------------------------------------------------------------------------------------------------------
 
@@ -106,31 +114,51 @@ class _Fitted:
         match event:
             case bus_events.SyncRequested():
                 self._add_request(event)
-            case bus_events.HelloReceived(hello=hello):
-                self._places[hello.identity.agent] = hello.identity
-                self._lives[hello.identity.agent] = hello.incarnation
-            case bus_events.PeerLost(peer=peer, reason="silent" | "unreachable" as reason):
-                silent_us = self._bus["agent_timeout_ms"] * 1000 if reason == "silent" else 0
-                lost = event.at_us - silent_us, self._lives.get(agent_of(peer), "")
-                self._lost.setdefault(agent_of(peer), lost)
-            case bus_events.JoinReceived(peer=peer) if agent_of(peer) in self._lost:
-                lost_us, life = self._lost.pop(agent_of(peer))
-                what = "cut" if life == self._lives[agent_of(peer)] else "agent"
-                self._away[what].append(max(0, event.at_us - lost_us) / 1e6)
+            case bus_events.StatusReceived(peer=peer, status=status) if status.clock is not None:
+                self._clocks[agent_of(peer)] = status.clock
+            case bus_events.HelloReceived() | bus_events.PeerLost() | bus_events.JoinReceived():
+                self._add_connection(event)
         for effect in effects:
-            if isinstance(effect, bus_events.Conclude) and isinstance(effect.report, SyncReport):
+            if isinstance(effect, bus_events.Publish):
+                self._add_published(effect, event.at_us)
+            elif isinstance(effect, bus_events.Conclude) and isinstance(effect.report, SyncReport):
                 self._ended_us = event.at_us
-            elif isinstance(effect, bus_events.Conclude) and isinstance(effect.report, Report):
-                self._add_report(effect.report)
+                self._parts.append((event.at_us, self._tried, "step"))
+
+    def _add_connection(self, event: bus_events.HelloReceived | bus_events.PeerLost | bus_events.JoinReceived) -> None:
+        half_us = self._bus["agent_timeout_ms"] * 500  # what was silent for less than all of it, was for half of it
+        match event:
+            case bus_events.HelloReceived(hello=hello):
+                name = hello.identity.agent
+                if self._lives.setdefault(name, hello.incarnation) != hello.incarnation:
+                    self._ended_by_us[name] = self._lost_us.pop(name, event.at_us - half_us)
+                self._places[name], self._lives[name] = hello.identity, hello.incarnation
+            case bus_events.PeerLost(peer=peer, reason="silent"):
+                self._lost_us.setdefault(agent_of(peer), event.at_us - 2 * half_us)
+            case bus_events.PeerLost(peer=peer, reason="unreachable"):
+                self._lost_us.setdefault(agent_of(peer), event.at_us - half_us)
+            case bus_events.JoinReceived(peer=peer):
+                self._joined_us[agent_of(peer)] = event.at_us
+                if self._gathers:
+                    self._ended_us = event.at_us
+                if (lost_us := self._lost_us.pop(agent_of(peer), None)) is not None:
+                    self._failed_us.append(("cut", agent_of(peer), lost_us, event.at_us))
 
     def _open(self, event: bus_events.Opened, shift_us: int) -> None:
         if self._now_us:
-            self._away["trainer"].append(max(0, event.at_us + shift_us - self._now_us) / 1e6)
-        self._shift_us, self._ended_us = shift_us, None
+            self._failed_us.append(("trainer", "", self._now_us, event.at_us + shift_us))
+        self._shift_us, self._ended_us, self._gathers = shift_us, None, True
         found = {name: getattr(event.settings, name, None) for name in BusConfig.__struct_fields__}
         self._bus = {name: value for name, value in found.items() if isinstance(value, int)}
 
+    def _add_published(self, effect: bus_events.Publish, at_us: int) -> None:
+        command = decode_command(effect.envelope.body)
+        if isinstance(command, WeightSync | AdapterSync):
+            self._tried += command.phase == "prepare"
+            self._parts.append((at_us, self._tried, command.phase))
+
     def _add_request(self, request: bus_events.SyncRequested) -> None:
+        self._gathers = False
         if self._ended_us is not None:
             self._steps.append((request.at_us - self._ended_us) / 1e6)
         self._policy = {
@@ -142,19 +170,6 @@ class _Fitted:
             "keep": 2 if request.adapter is None else request.adapter.keep,
         }
 
-    def _add_report(self, report: Report) -> None:
-        for outcome in report.outcomes if isinstance(report.command, WeightSync | AdapterSync) else ():
-            if isinstance(outcome.conclusion, Acted):
-                self._add_half((outcome.agent, report.seq), outcome.latency_us)
-
-    def _add_half(self, key: tuple[str, int], us: int) -> None:
-        """What an answer took beyond the agent's own work was spent on the way, in both directions."""
-        other_us = self._halves_us.pop(key, None)
-        if other_us is None:
-            self._halves_us[key] = us
-        else:
-            self._delays.append(max(0, other_us + us) / 2e6)
-
     # --- agents -------------------------------------------------------------------------------------------------------
 
     def add_agent(self, entry: LogEntry) -> None:
@@ -165,45 +180,47 @@ class _Fitted:
         event: events.Event = entry.typed_event()  # type: ignore[assignment]
         journal, before = self.states.get(name, ("", AgentState()))
         before = before if journal == entry.journal else AgentState()
-        state, effects = decide(before, event)
+        state, _ = decide(before, event)
         self.states[name] = entry.journal, state
         self.costs.decided_by_agent(name, event, state)
-        self._add_engine(name, event.at_ms, before, state)
-        if isinstance(event, events.CommandReceived):
-            self._received_ms[name, event.seq] = event.at_ms
-        elif isinstance(event, events.EngineReturned) and before.activity is not None:
-            call = call_name(before.activity.calls[0])
-            call, fault = _AS_MODELLED.get(call, call), event.result if isinstance(event.result, events.Fault) else None
-            self._calls[call][name].append(max(0, event.at_ms - before.activity.since_ms) / 1000)
-            self._failed[call][name].append(float(fault is not None and fault.kind in _TOUCHED))
-            self._refused[call][name].append(float(fault is not None and fault.kind not in _TOUCHED))
-        for effect in effects:
-            if isinstance(effect, events.Answer) and (name, effect.seq) in self._received_ms:
-                worked_ms = event.at_ms - self._received_ms.pop((name, effect.seq))
-                if isinstance(effect.outcome, Acted):
-                    self._add_half((name, effect.seq), -1000 * worked_ms)
+        at_us = self._clocks[name].bus_ns(event.at_ms) // 1000 if name in self._clocks else 0
+        if isinstance(event, events.Started) and name in self._heard_us:  # again
+            since_us = max(self._heard_us[name], self._ended_by_us.pop(name, 0))
+            self._down_us.setdefault(name, since_us)  # perhaps it ended with its agent
+            joined_us = self._joined_us.get(name, 0)  # it has looked at its engine first
+            self._failed_us += [("agent", name, since_us, at_us), ("cut", name, since_us, joined_us)]
+        self._add_engine(name, at_us, before.engine, state.engine)
+        self._heard_us[name] = at_us
+        answers = before.engine.tokenizer == "present"
+        if isinstance(event, events.EngineReturned | events.Started) and before.activity is not None and answers:
+            self._add_call(name, before.activity, event)
 
-    def _add_engine(self, name: str, at_ms: int, before: AgentState, state: AgentState) -> None:
-        known, engine = before.engine, state.engine
-        self._engine = engine.name if engine.tokenizer == "present" else self._engine
-        if engine.tokenizer != "present" and known.tokenizer == "present":
-            self._down_ms[name] = at_ms
+    def _add_call(self, name: str, activity: Activity, event: events.EngineReturned | events.Started) -> None:
+        """A call has ended. One that the end of the agent cut off had not until the next one started."""
+        result = event.result if isinstance(event, events.EngineReturned) else None
+        fault = result.kind if isinstance(result, events.Fault) else ""
+        call = _AS_MODELLED.get(call := call_name(activity.calls[0]), call)
+        self._calls[call][name].append(max(0, event.at_ms - activity.since_ms) / 1000)
+        self._failed[call][name].append(float(fault in _TOUCHED))
+        self._refused[call][name].append(float(fault not in ("", *_TOUCHED)))
+
+    def _add_engine(self, name: str, at_us: int, known: EngineState, engine: EngineState) -> None:
+        if known.tokenizer == "present" != engine.tokenizer:
+            self._down_us.setdefault(name, at_us)
         if known.instance is not None and engine.instance is not None and engine.instance != known.instance:
-            self._away["engine"].append(max(0, at_ms - self._down_ms.pop(name, at_ms)) / 1000)
+            self._failed_us.append(("engine", name, self._down_us.get(name, at_us), at_us))
+        if engine.tokenizer == "present":
+            self._engine = engine.name
+            self._down_us.pop(name, None)
 
     # --- results ------------------------------------------------------------------------------------------------------
 
     def tree(self, costs: RunCosts) -> Tree:
         """Return the model."""
         primaries = [place for place in self._places.values() if place.role == ROLLOUT and not place.node_rank]
-        failures: Tree = {"calls": self._failed.in_order(), "refused": self._refused.in_order()}
-        for what, seconds in self._away.items():
-            hours = costs.hours * (1 if what == "trainer" else len(primaries))
-            failures |= {f"{what}_per_hour": min(3600.0, len(seconds) / hours), f"{what}_s": _quantiles(seconds)}
         return {
             "steps": costs.syncs,
             "step": [list(self._steps) or [0.0]],
-            "network": _quantiles(self._delays or [0.0]),
             "fleet": {
                 "replicas": len(primaries),
                 "nodes": primaries[0].nnodes,
@@ -211,14 +228,23 @@ class _Fitted:
                 "engine": next((kind for kind in KINDS if kind in self._engine), KINDS[0]),
             },
             "calls": self._calls.in_order(),
-            "failures": failures,
+            "failures": {
+                "calls": self._failed.in_order(),
+                "refused": self._refused.in_order(),
+                "recorded": list(self._recorded()),
+            },
             "policy": self._policy,
             "bus": self._bus,
         }
 
-
-def _quantiles(values: Sequence[float]) -> list[float]:
-    """Return the values in order; of many, as many quantiles as are kept."""
-    ordered, last = sorted(values), len(values) - 1
-    kept = min(last, SAMPLES_MAX - 1)
-    return [ordered[number * last // max(1, kept)] for number in range(kept + 1)]
+    def _recorded(self) -> Iterator[Tree]:
+        """Yield what failed since the first sync began, to the end of the log if it was not over."""
+        for what, lasting in ("agent", self._lost_us), ("engine", self._down_us):
+            self._failed_us += [(what, name, since_us, self._now_us) for name, since_us in lasting.items()]
+        for what, agent, since_us, until_us in self._failed_us:
+            at = bisect_right(self._parts, since_us, key=itemgetter(0))
+            if at:
+                began_us, sync, phase = self._parts[at - 1]
+                after_s, lasts_s = (since_us - began_us) / 1e6, max(0, until_us - since_us) / 1e6
+                times: Tree = {"after": min(DAY_S, after_s), "lasts": min(DAY_S, lasts_s)}
+                yield {"what": what, "agent": agent, "sync": sync, "phase": phase, **times}

@@ -16,6 +16,7 @@ from msgspec import Meta, Struct, defstruct
 
 from controlplane.machine.events import OnUnreachable
 from controlplane.simulate.modelled_engine import Kind
+from schemas.commands import SyncPhase
 from schemas.config import BusConfig
 from schemas.errors import ConfigError
 from schemas.fault_plan import Seconds
@@ -103,6 +104,26 @@ CallFailures = defstruct(
 )
 
 
+class RecordedFailure(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A failure of a recorded run, which happens where it did then.
+
+    Attributes:
+        what: What fails: see `Failures`.
+        agent: Whose; empty for the trainer's.
+        sync: Number of the sync during which it happened, or after which; the first is 1.
+        phase: Of that sync; `step` after it.
+        after: Seconds since that began.
+        lasts: Seconds until it was over.
+    """
+
+    what: Literal["engine", "agent", "cut", "trainer"]
+    agent: str = ""
+    sync: Positive
+    phase: SyncPhase | Literal["step"]
+    after: Seconds
+    lasts: Seconds
+
+
 class Failures(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How often each replica fails, and for how long.
 
@@ -113,6 +134,7 @@ class Failures(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         trainer_per_hour: The trainer dies, with its bus, and is back after `trainer_s`; of the fleet, not each replica.
         calls: Share of the engine calls that fail. After a load that failed, the engine has to load again.
         refused: Share of them that are refused: the engine is as it was.
+        recorded: What failed in a recorded run; `--from` fills it.
     """
 
     engine_per_hour: PerHour = 0.0
@@ -125,6 +147,7 @@ class Failures(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     trainer_s: Duration = 300.0
     calls: CallFailures = CallFailures()  # type: ignore[valid-type]
     refused: CallFailures = CallFailures()  # type: ignore[valid-type]
+    recorded: tuple[RecordedFailure, ...] = ()
 
 
 class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -5,23 +5,26 @@ All luck comes from the seed, in a sequence of its own for each place and kind o
 same engines.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
 from random import Random
 from typing import Any, Final
 
 from msgspec import convert
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from controlplane.machine import coordinator
 from controlplane.machine import events as bus_events
 from controlplane.machine.coordinator_state import CoordinatorState
 from controlplane.simulate.costs import CostCounter, RunCosts
-from controlplane.simulate.fleet_model import Chance, Duration, FleetModel, drawn
+from controlplane.simulate.fleet_model import Chance, Duration, FleetModel, RecordedFailure, drawn
 from controlplane.simulate.modelled_engine import ModelledEngine
+from controlplane.simulate.quiet import TURN_US, QuietSyncs
 from controlplane.simulate.virtual_clock import VirtualClock
 from schemas import events, wire
 from schemas.agent_status import AgentStatus
-from schemas.commands import AdapterRequest, Checkpoint, Command, Target, UnknownCommand
+from schemas.commands import AdapterRequest, AdapterSync, Checkpoint, Command, Target, UnknownCommand, WeightSync
 from schemas.errors import ConfigError
 from schemas.identity import Identity, agent_of
 from schemas.reports import SyncReport
@@ -30,13 +33,14 @@ from workers.machine import decide as machine
 from workers.machine.observe import SHOWS_NOTHING
 from workers.machine.state import AgentState, call_name
 
+Outcome = tuple[events.Returned | events.Fault, int]
 SECOND: Final = 1_000_000
 """Of the clock, which counts in µs."""
 AGAIN_US: Final = SECOND
 """Until an agent that was turned away says hello again, and until one has seen what became of its engine."""
 WEEK_US: Final = 7 * 24 * 3600 * SECOND
-TURN_US: Final = 200
-"""Between two turns of the bus."""
+RETURNED: Final = events.Returned()
+NO_ANSWER: Final[Outcome] = (events.Fault("engine_error", "the engine does not answer."), 1000)
 NO_ENGINE: Final = events.Observation(engine="modelled", tokenizer="absent")
 
 
@@ -56,6 +60,13 @@ class Simulation:
         self.model, self.clock, self.costs = model, VirtualClock(), CostCounter()
         self._luck: dict[tuple[str, str], Random] = {}
         self._values: dict[tuple[str, str], Iterator[float]] = {}
+        self._failures_us: list[int] = []  # a heap
+        self.recorded: defaultdict[int, list[RecordedFailure]] = defaultdict(list)  # by sync: what is still to come
+        for failure in model.failures.recorded:
+            self.recorded[failure.sync].append(failure)
+        self.fixed = _fixed(model)
+        self.fixed_network_us = round(model.network * SECOND) if isinstance(model.network, float | int) else None
+        self.quiet = QuietSyncs(self)
         self.bus = SimulatedBus(self)
         size = model.fleet
         places = [(replica, node) for replica in range(size.replicas) for node in range(size.nodes)]
@@ -100,15 +111,50 @@ class Simulation:
             self._values[place, what] = drawn(values, self.luck(place, what), int(place.partition(".")[0] or 0))
         return next(self._values[place, what])
 
-    def fail(self, per_hour: float, place: str, what: str, act: Callable[[], None]) -> None:
-        """Have something happen at random, again and again."""
-        if per_hour:
-            wait_us = round(self.luck(place, what).expovariate(per_hour / 3600) * SECOND)
-            self.clock.at(wait_us, self._fails, per_hour, place, what, act)
+    def fail(self, per_hour: float, place: str, what: str, act: Callable[[Duration], None], lasts: Duration) -> None:
+        """Have something fail at random, again and again."""
 
-    def _fails(self, per_hour: float, place: str, what: str, act: Callable[[], None]) -> None:
-        self.fail(per_hour, place, what, act)
-        act()
+        def again() -> None:
+            self.fail(per_hour, place, what, act, lasts)
+            act(lasts)
+
+        if per_hour:
+            self._fail_after(self.luck(place, what).expovariate(per_hour / 3600), again)
+
+    def _fail_after(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
+        wait_us = round(seconds * SECOND)
+        heappush(self._failures_us, self.clock.now + wait_us)
+        self.clock.at(wait_us, self._fails, act, *args)
+
+    def _fails(self, act: Callable[..., None], *args: Any) -> None:
+        heappop(self._failures_us)
+        self.quiet.failed()
+        act(*args)
+
+    def reached(self, sync: int, phase: str) -> None:
+        """Have fail what failed in this part of a recorded run, or in one that this run has left out."""
+        for failure in self.recorded.pop(sync, []):
+            agent = self.agents.get(failure.agent)
+            if phase not in (failure.phase, "step"):
+                self.recorded[sync].append(failure)
+            elif failure.what == "trainer":
+                self._fail_after(failure.after, self.bus.die, failure.lasts)
+            elif agent is not None:
+                self._fail_after(failure.after, agent.fail, failure.what, failure.lasts)
+
+    def fails_by(self, at_us: int) -> bool:
+        """Return whether anything fails up to a moment."""
+        return bool(self._failures_us) and self._failures_us[0] <= at_us
+
+
+def _fixed(model: FleetModel) -> dict[str, Outcome]:
+    """Return how each call ends of which nothing is drawn."""
+    fixed: dict[str, Outcome] = {}
+    for name, took in asdict(model.calls).items():
+        fails = getattr(model.failures.calls, name), getattr(model.failures.refused, name)
+        if isinstance(took, float | int) and fails == (0, 0) and (name, model.policy.in_flight) != ("pause", "wait"):
+            fixed[name] = RETURNED, round(took * SECOND)
+    return fixed
 
 
 class SimulatedAgent:
@@ -126,6 +172,12 @@ class SimulatedAgent:
         self._deadline_ms: int | None = None
         self._seen: events.Observation | None = None
         self._sent: tuple[int, AgentStatus] | None = None
+        self._ahead: defaultdict[str, deque[Outcome]] = defaultdict(deque)  # of the next calls of a name
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is connected, and makes no call."""
+        return bool(self.peer) and not self._call_id
 
     @property
     def now_ms(self) -> int:
@@ -141,11 +193,19 @@ class SimulatedAgent:
 
     def plan_failures(self) -> None:
         failures = self.model.failures
-        self.run.fail(failures.agent_per_hour, self.name, "agent", self._die)
-        self.run.fail(failures.cut_per_hour, self.name, "cut", self._be_cut_off)
-        self.run.fail(failures.engine_per_hour if self.engine else 0.0, self.name, "engine", self._lose_engine)
+        self.run.fail(failures.agent_per_hour, self.name, "agent", self._die, failures.agent_s)
+        self.run.fail(failures.cut_per_hour, self.name, "cut", self._be_cut_off, failures.cut_s)
+        if self.engine is not None:
+            self.run.fail(failures.engine_per_hour, self.name, "engine", self._lose_engine, failures.engine_s)
 
-    def _die(self) -> None:
+    def fail(self, what: str, lasts: Duration) -> None:
+        """Have something fail that an agent has seen fail, and for as long as it saw that."""
+        if what == "engine":
+            self._lose_engine(lasts, seen_us=0)
+        else:
+            (self._die if what == "agent" else self._be_cut_off)(lasts)
+
+    def _die(self, lasts: Duration) -> None:
         """The call in flight is carried out all the same, or not."""
         if self.alive:
             engine, calls = self.engine, self.state.activity.calls if self.state.activity is not None else ()
@@ -153,29 +213,29 @@ class SimulatedAgent:
                 engine.carry_out(calls[0], events.Returned())
             self.alive, self._call_id = False, 0
             self.lose_bus()
-            self.run.after(self.model.failures.agent_s, self.name, "agent back", self.begin)
+            self.run.after(lasts, self.name, "agent back", self.begin)
 
-    def _be_cut_off(self) -> None:
+    def _be_cut_off(self, lasts: Duration) -> None:
         if not self._cut:
             self._cut = True
             self.lose_bus()
-            self.run.after(self.model.failures.cut_s, self.name, "cut off", self._be_back)
+            self.run.after(lasts, self.name, "cut off", self._be_back)
 
     def _be_back(self) -> None:
         self._cut = False
         self.connect()
 
-    def _lose_engine(self) -> None:
+    def _lose_engine(self, lasts: Duration, seen_us: int = AGAIN_US) -> None:
         if self.engine is not None and self.engine.ready:
             self.engine.end()
             self._return(self._call_id, events.Fault("engine_error", "the engine died."))
-            self.clock.at(AGAIN_US, self._look)
-            self.run.after(self.model.failures.engine_s, self.name, "engine back", self._regain_engine)
+            self.clock.at(seen_us, self._look)
+            self.run.after(lasts, self.name, "engine back", self._regain_engine, seen_us)
 
-    def _regain_engine(self) -> None:
+    def _regain_engine(self, seen_us: int) -> None:
         if self.engine is not None:
             self.engine.ready = True
-            self.clock.at(AGAIN_US, self._look)
+            self.clock.at(seen_us, self._look)
 
     def _look(self) -> None:
         seen = NO_ENGINE if self.engine is None else self.engine.observe()
@@ -232,19 +292,34 @@ class SimulatedAgent:
                 self.clock.at(0, self.begin)
 
     def _call(self, call_id: int, call: events.Call) -> None:
-        self._call_id, name, failures = call_id, call_name(call), self.model.failures
-        result: events.Returned | events.Fault = events.Returned()
-        took_us = self.run.drawn_us(getattr(self.model.calls, name, 0.0), self.name, name)
-        if self.engine is None or not self.engine.ready:
-            result, took_us = events.Fault("engine_error", "the engine does not answer."), 1000
-        elif self.run.happens(getattr(failures.refused, name, 0.0), self.name, f"{name} refused"):
-            checks = isinstance(call, events.CheckSource | events.CheckAdapter)
-            result = events.Fault("source_refused" if checks else "refused", "it is refused, as modelled.")
-        elif self.run.happens(getattr(failures.calls, name, 0.0), self.name, f"{name} fails"):
-            result = events.Fault("engine_error", "it fails, as modelled.")
-        elif isinstance(call, events.Pause) and call.mode == "wait":
-            took_us += self.run.drawn_us(self.model.requests, self.name, "requests")
+        self._call_id = call_id
+        answers = self.engine is not None and self.engine.ready
+        result, took_us = self.draw(call) if answers else NO_ANSWER
+        if self.state.activity is not None and self.state.activity.trigger is not None:
+            self.run.quiet.called(self.name, call)
         self.clock.at(took_us, self._return, call_id, result, call)
+
+    def put_back(self, call: events.Call, outcome: Outcome) -> None:
+        """Have a call of this name end as was drawn for it."""
+        if call_name(call) not in self.run.fixed:
+            self._ahead[call_name(call)].appendleft(outcome)
+
+    def draw(self, call: events.Call) -> Outcome:
+        """Return how a call ends, and how long it takes (µs)."""
+        name, failures = call_name(call), self.model.failures
+        if name in self.run.fixed:
+            return self.run.fixed[name]
+        if ahead := self._ahead[name]:
+            return ahead.popleft()
+        took_us = self.run.drawn_us(getattr(self.model.calls, name, 0.0), self.name, name)
+        if self.run.happens(getattr(failures.refused, name, 0.0), self.name, f"{name} refused"):
+            checks = isinstance(call, events.CheckSource | events.CheckAdapter)
+            return events.Fault("source_refused" if checks else "refused", "it is refused, as modelled."), took_us
+        if self.run.happens(getattr(failures.calls, name, 0.0), self.name, f"{name} fails"):
+            return events.Fault("engine_error", "it fails, as modelled."), took_us
+        if isinstance(call, events.Pause) and call.mode == "wait":
+            took_us += self.run.drawn_us(self.model.requests, self.name, "requests")
+        return RETURNED, took_us
 
     def _return(self, call_id: int, result: events.Returned | events.Fault, call: events.Call | None = None) -> None:
         """A call ends, unless it was cut off."""
@@ -287,9 +362,14 @@ class SimulatedAgent:
 
     def deliver(self, connection: str, act: Callable[..., None], *args: Any) -> None:
         """Deliver a message on a connection, which keeps order."""
-        arrival_us = self.clock.now + self.run.drawn_us(self.model.network, self.name, "network")
+        arrival_us = self.clock.now + self.network_us()
         arrival_us = self._arrivals_us[connection] = max(self._arrivals_us.get(connection, 0), arrival_us)
         self.clock.at(arrival_us - self.clock.now, act, *args)
+
+    def network_us(self) -> int:
+        """Return how long a message is on its way."""
+        fixed_us = self.run.fixed_network_us
+        return self.run.drawn_us(self.model.network, self.name, "network") if fixed_us is None else fixed_us
 
     def on_command(self, peer: str, epoch: int, record: wire.CommandRecord, command: Command | UnknownCommand) -> None:
         """Take a command, published or resent."""
@@ -344,19 +424,25 @@ class SimulatedBus:
         for agent in self.run.agents.values() if self._life > 1 else ():
             agent.connect()
         if self._life == 1:
-            self.run.fail(self.model.failures.trainer_per_hour, "", "trainer", self._die)
+            failures = self.model.failures
+            self.run.fail(failures.trainer_per_hour, "", "trainer", self.die, failures.trainer_s)
 
-    def _die(self) -> None:
+    def die(self, lasts: Duration) -> None:
+        """The trainer dies, with its bus."""
         if self.alive:
             self.alive, self._inbox, self._answers, self._deadline_us = False, [], [], None
             for agent in self.run.agents.values():
                 agent.lose_bus()
-            self.run.after(self.model.failures.trainer_s, "", "trainer back", self.open)
+            self.run.after(lasts, "", "trainer back", self.open)
 
     def _sync(self, life: int) -> None:
         if not self.alive or life != self._life:
             return
         policy, self._tried = self.model.policy, self._tried + 1
+        ended_us = None if self._tried in self.run.recorded else self.run.quiet.draw()
+        if ended_us is not None:
+            self.clock.at(ended_us - self.clock.now, self._plan_sync, life)
+            return
         quorum = self.model.fleet.replicas if policy.quorum == "all" else policy.quorum
         requested = bus_events.SyncRequested(
             at_us=0,
@@ -413,7 +499,7 @@ class SimulatedBus:
             self.clock.at(max(0, deadline_us - now_us), self._wake, deadline_us)
         if self._waits and all(self._is_live(agent.name) for agent in self.run.agents.values() if agent.peer):
             self._waits = False
-            self._plan_sync()
+            self._plan_sync(self._life)
 
     def _is_live(self, name: str) -> bool:
         return name in self.state.members and self.state.members[name].state == "live"
@@ -423,14 +509,17 @@ class SimulatedBus:
             self._deadline_us = None
             self._plan_turn()
 
-    def _plan_sync(self) -> None:
-        self.run.after(self.model.step, "", "step", self._sync, self._life)
+    def _plan_sync(self, life: int) -> None:
+        self.run.after(self.model.step, "", "step", self._sync, life)
 
     def _perform(self, effect: bus_events.CoordinatorEffect) -> None:
         match effect:
             case bus_events.Publish(epoch=epoch, seq=seq, envelope=envelope):
                 record = wire.CommandRecord(origin=epoch, seq=seq, envelope=envelope)
                 command = wire.decode_command(envelope.body)
+                if isinstance(command, WeightSync | AdapterSync):
+                    self.run.quiet.published(command.phase)
+                    self.run.reached(self._tried, command.phase)
                 for agent in self.run.agents.values():
                     if agent.peer:
                         agent.deliver("publications", agent.on_command, agent.peer, epoch, record, command)
@@ -440,8 +529,10 @@ class SimulatedBus:
                     self._feed(bus_events.PeerLost(at_us=0, peer=peer, reason="unreachable"))
                 elif isinstance(effect, bus_events.Send):
                     agent.deliver("down", agent.on_message, peer, effect.epoch, effect.seq, effect.message)
-            case bus_events.Conclude(report=SyncReport()) if self.run.costs.syncs < self.model.steps:
-                self._plan_sync()
+            case bus_events.Conclude(report=SyncReport() as report):
+                self.run.quiet.concluded(report)
+                self.run.reached(self._tried, "step")
+                self._plan_sync(self._life)
             case bus_events.Refuse(reason=reason):
                 raise ConfigError(f"the bus refuses the sync: {reason}")
 

@@ -45,6 +45,22 @@ replicas = [2]
 rate = 0.3
 times = 0
 """
+DEATH = """
+[[fault]]
+name = "slow loads"
+what = "slow"
+call = "load"
+seconds = 0.4
+times = 0
+
+[[fault]]
+name = "dies, with its engine"
+what = "kill_agent"
+replicas = [1]
+version = 4
+phase = "load"
+after_s = 0.2
+"""
 STEPS = 12
 
 
@@ -53,7 +69,9 @@ def sync(fleet: StagingFleet, folder: Path, quorum: int) -> list[LogItem]:
     with ControlPlane(fleet.bus, log=folder / "run.db", checkpoints=folder, run="auto") as plane:
         plane.wait_for_agents(3, timeout=100).wait()
         for _ in range(STEPS):
-            plane.sync_weights(None, "weights", quorum=quorum).wait()
+            report = plane.sync_weights(None, "weights", quorum=quorum).wait()
+            if report.version == 5:
+                plane.wait_for_agents(3, timeout=100).wait()
     return list(RunLog.walk(folder / "run.db"))
 
 
@@ -80,3 +98,16 @@ def test_a_recorded_run_is_simulated_as_it_was_and_another_policy_as_it_is(tmp_p
     assert (predicted.aborted, one_must.aborted, one_must.syncs) == (0, 0, STEPS)
     assert predicted.hours < again.hours
     assert predicted.hours == pytest.approx(one_must.hours, rel=0.3)
+
+
+def test_an_agent_that_died_in_a_recorded_run_dies_again_at_the_same_time_and_for_as_long(tmp_path: Path) -> None:
+    save(TinyModel(TinyConfig()), tmp_path / "weights")
+    with StagingFleet(tmp_path, 3, DEATH, tmp_path) as fleet:
+        tree, recorded = fit(sync(fleet, tmp_path, quorum=1))
+    model = checked(tree, "run.db")
+    died = [(failure.what, failure.agent, failure.sync, failure.phase) for failure in model.failures.recorded]
+    assert died == [(what, "1.0", 4, "load") for what in ("agent", "cut", "engine")]
+    again = simulate(model)
+    assert (again.syncs, again.aborted, again.left_out) == (STEPS, recorded.aborted, recorded.left_out)
+    for name in ("hours", "sync_p50", "sync_p99", "paused", "down", "lost_share"):  # the stated error
+        assert getattr(again, name) == pytest.approx(getattr(recorded, name), rel=0.1), name

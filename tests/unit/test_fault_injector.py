@@ -1,6 +1,7 @@
 """Faults that an agent injects: how often, which connection they disturb, and what is left when the agent dies."""
 
 import asyncio
+import signal
 import socket
 import struct
 import subprocess
@@ -61,6 +62,26 @@ def test_a_fault_that_is_due_again_before_it_happened_happens_no_more_often_than
         return (faults.wall_ns() - before_ns) / 1e9
 
     assert 3600 <= asyncio.run(jumped_s()) < 7200
+
+
+def test_an_engine_whose_server_is_down_is_not_killed_and_one_that_runs_is() -> None:
+    pids: list[int | None] = [None]
+    plan = parse_plan("[[fault]]\nname='f'\nwhat='kill_engine'")
+
+    async def joins() -> dict[str, int]:
+        agent, faults, later = AgentInPlace(), FaultInjector(plan, HERE, lambda: pids[-1]), asyncio.Event()
+        faults.attach(agent)  # type: ignore[arg-type]
+        agent.join()
+        asyncio.get_running_loop().call_later(0, later.set)
+        await later.wait()
+        return dict(agent.state.faults)
+
+    assert asyncio.run(joins()) == {}
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as server:
+        pids.append(server.pid)
+        assert asyncio.run(joins()) == {"f": 1}
+        assert server.wait(30) == -signal.SIGKILL
+    assert asyncio.run(joins()) == {}
 
 
 class Far:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from schemas.commands import Checkpoint, EngineCommand, WeightSync
+from schemas.commands import AdapterSync, AdapterVersion, Checkpoint, EngineCommand, WeightSync
 from schemas.desired import Desired
 from schemas.errors import ConfigError
 from schemas.events import CommandReceived, Load, Perform, Resume, SnapshotReceived
@@ -55,6 +55,9 @@ def test_a_decision_is_a_snapshot_a_phase_or_a_call() -> None:
     snapshot = SnapshotReceived(at_ms=0, epoch=1, seq=0, desired=Desired())
     assert list(occasions(snapshot, [], None)) == [Occasion(0)]
     resume = CommandReceived(at_ms=0, epoch=1, origin=1, seq=9, ttl_ms=1, command=EngineCommand(operation="resume"))
+    adapter = AdapterSync(phase="load", adapter=AdapterVersion(name="policy", version=3, path="a"))
+    received = CommandReceived(at_ms=0, epoch=1, origin=1, seq=9, ttl_ms=1000, command=adapter)
+    assert list(occasions(received, [call], adapter)) == [Occasion(9, "load", 3), Occasion(4, "load", 3, "load")]
     assert list(occasions(resume, [Perform(call_id=5, call=Resume())], resume.command)) == [
         Occasion(5, None, 0, "resume")
     ]

@@ -8,12 +8,15 @@ import pytest
 from click.testing import CliRunner
 
 from controlplane.cli.__main__ import cli, run
+from controlplane.machine.events import HelloReceived, PeerLost
+from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
 from controlplane.simulate.costs import RunCosts
 from controlplane.simulate.fit import fit
 from controlplane.simulate.fleet_model import Tree, checked, merged, varied
 from controlplane.simulate.modelled_engine import Kind
-from controlplane.simulate.simulator import simulate
+from controlplane.simulate.quiet import QuietSyncs
+from controlplane.simulate.simulator import Simulation, simulate
 from schemas.errors import ConfigError
 from schemas.profiler.conversion import read_toml
 from tests.pages import blocks
@@ -112,6 +115,59 @@ def test_a_fleet_of_each_kind_of_engine_comes_through_all_failures(kind: Kind, w
     assert found.lost < found.gpu_hours
 
 
+RARE: Tree = {"engine_per_hour": 0.6, "engine_s": 40.0, "agent_per_hour": 0.5, "cut_per_hour": 0.5, "cut_s": 20.0}
+SPREAD: Tree = {"median": 10.0, "p99": 20.0}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"calls": {"load": SPREAD}},
+        {"calls": {"load": SPREAD}, "failures": RARE, "fleet": {"nodes": 2, "engine": "sglang"}},
+        {"calls": {"load": SPREAD}, "failures": {"trainer_per_hour": 2.0, "trainer_s": 100.0}},
+        {"calls": {"load": SPREAD}, "failures": {"calls": {"load": 0.02, "resume": 0.01}}, "policy": {"quorum": "all"}},
+        {"calls": {"load": [[9.0, 11.0], [10.0, 8.0, 15.0]]}, "network": {"median": 0.01, "p99": 0.05}},
+        {"calls": {"load": SPREAD}, "policy": {"timeout": 17.0}},
+        {"requests": {"median": 5.0, "p99": 60.0}, "policy": {"in_flight": "wait"}},
+        {"calls": {"load_adapter": SPREAD, "unload_adapter": 3.0}, "policy": {"sync": "adapter"}, "failures": RARE},
+    ],
+)
+def test_syncs_in_which_nothing_fails_are_drawn_and_cost_what_they_do_if_the_machines_decide_them(
+    changed: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = checked(merged(merged(PLAIN, {"steps": 300}), changed), "fleet.toml")
+    few = Simulation(model)
+    some_drawn = few.run()
+    monkeypatch.setattr(QuietSyncs, "draw", lambda _: None)
+    many = Simulation(model)
+    all_decided = many.run()
+    assert few.bus.state.seq < many.bus.state.seq / 2  # commands
+    for name in RunCosts.__struct_fields__:  # the stated error
+        assert getattr(some_drawn, name) == pytest.approx(getattr(all_decided, name), rel=0.001), name
+
+
+@pytest.mark.parametrize(
+    ("what", "agent", "phase", "lasts", "longest", "left_out", "seconds"),
+    [
+        ("engine", "1.0", "load", 50.0, 20.31, 0.1, 383.7),  # back in the next sync, which it has to load twice for
+        ("engine", "1.0", "abort", 20.0, 10.58, 0.0, 373.9),  # no sync is aborted: at its end
+        ("agent", "0.0", "load", 5.0, 15.38, 0.0, 378.7),  # what it was loading, it loads again
+        ("agent", "0.0", "step", 35.0, 15.38, 0.0, 378.7),  # back in the next sync
+        ("cut", "2.0", "prepare", 35.0, 14.21, 0.1, 378.3),
+        ("trainer", "", "commit", 900.0, 10.37, 0.0, 1314.0),
+        ("agent", "7.0", "load", 900.0, 10.37, 0.0, 373.7),  # of a larger fleet
+    ],
+)
+def test_a_recorded_failure_happens_in_its_part_of_its_sync(
+    what: str, agent: str, phase: str, lasts: float, longest: float, left_out: float, seconds: float
+) -> None:
+    recorded = {"what": what, "agent": agent, "sync": 3, "phase": phase, "after": 0.005, "lasts": lasts}
+    found = costs({"failures": {"recorded": [recorded]}})
+    assert found.sync_p99 == pytest.approx(longest, abs=0.01)
+    assert (found.left_out, found.aborted) == (left_out, 0)
+    assert found.hours * 3600 == pytest.approx(seconds, abs=0.1)
+
+
 def test_a_fleet_that_fails_too_often_to_sync_is_an_error() -> None:
     with pytest.raises(ConfigError, match="less than one a week"):
         costs({"step": 3000.0, "failures": {"trainer_per_hour": 60.0, "trainer_s": 2000.0}})
@@ -178,16 +234,37 @@ def test_costs_are_printed_as_json_and_drawn(tmp_path: Path, monkeypatch: pytest
     assert f"{row['costs']['paused'] / row['costs']['gpu_hours']:.1%}" in picture
 
 
-def test_deaths_of_a_recorded_run_are_fitted_and_its_log_is_simulated_with_another_policy() -> None:
+def test_deaths_of_a_recorded_run_happen_again_where_they_did_also_with_another_policy() -> None:
     tree, recorded = fit(RunLog.walk(KILLED))
     model = checked(tree, "killed.db")
     assert (model.fleet.replicas, model.fleet.nodes, model.fleet.engine) == (2, 2, "tiny")
-    assert model.failures.agent_per_hour > 0
+    died = [(failure.what, failure.agent, failure.sync, failure.phase) for failure in model.failures.recorded]
+    assert died == [(what, "1.0", 4, "step") for what in ("agent", "cut", "engine")]
     assert model.bus.lease_ms > 0
-    assert recorded.down > 0
+    again = simulate(model)
+    assert (again.syncs, again.aborted, again.left_out) == (recorded.syncs, recorded.aborted, recorded.left_out)
+    for name in ("hours", "gpu_hours", "sync_p99", "down", "lost"):  # the stated error
+        assert getattr(again, name) == pytest.approx(getattr(recorded, name), rel=0.1), name
+    for seed in "12":
+        assert simulate(checked(varied(tree, "seed", seed), "killed.db")).down == pytest.approx(recorded.down, rel=0.1)
+    all_must = simulate(checked(varied(tree, "quorum", "all"), "killed.db"))
+    assert all_must.aborted == 1
+    assert all_must.down == pytest.approx(recorded.down, rel=0.1)
+    assert simulate(checked(varied(tree, "failures.recorded", "[]"), "killed.db")).down == 0
     done = CliRunner().invoke(cli, ["simulate", "--from", str(KILLED), "--vary", "quorum=1", "--json"])
     rows = json.loads(done.output)
     assert [(row["run"], row["costs"]["syncs"]) for row in rows] == [("recorded", 7), ("quorum=1", 7)]
+
+
+def test_an_agent_that_is_not_back_by_the_end_of_a_log_is_away_to_the_end() -> None:
+    entries = [entry for entry in RunLog.walk(KILLED) if isinstance(entry, LogEntry)]
+    events = [None if entry.agent else entry.typed_event() for entry in entries]
+    lost = next(place for place, event in enumerate(events) if isinstance(event, PeerLost))
+    back = next(place for place, event in enumerate(events) if place > lost and isinstance(event, HelloReceived))
+    tree, recorded = fit(entries[:back])
+    model = checked(tree, "killed.db")
+    assert [(failure.what, failure.agent) for failure in model.failures.recorded] == [("agent", "1.0")]
+    assert simulate(model).left_out == recorded.left_out == 0.2
 
 
 def test_a_log_without_a_sync_is_an_error() -> None:
