@@ -35,7 +35,7 @@ class InjectedFault(Struct, kw_only=True):
         at_ms: When, on the agent's monotonic clock.
         out_ns: For how long its replica was out of service, gone or behind because of it.
         whole_ns: When its replica was back, and the last sync that had not reached it was followed by one that did;
-            None if not by the end of the log, or not before the replica's next fault.
+            None if not by the end of the log.
         syncs: The first syncs that did not reach it meanwhile.
         syncs_count: The number of all of them.
     """
@@ -113,10 +113,9 @@ class GameDay:
         fault.out_ns = _covered_ns([*spans, *((begin, until_ns) for begin in lasting)])
         ends = [fault.at_ns, *(end for _, end in spans)]
         if missed:
-            reached = (end for end, report in self._syncs if end > missed[-1][0] and replica in report.loaded)
-            ends.append(next(reached, until_ns))
-        whole_ns = max(ends)
-        fault.whole_ns = None if lasting or whole_ns >= until_ns else whole_ns
+            reached = [end for end, report in self._syncs if end > missed[-1][0] and replica in report.loaded]
+            ends = [*ends, reached[0]] if reached else []
+        fault.whole_ns = max(ends) if ends and not lasting else None
 
 
 def _covered_ns(spans: list[tuple[int, int]]) -> int:

@@ -68,6 +68,14 @@ def test_a_fault_is_followed_until_the_next_on_its_replica_and_not_on_others() -
     assert [first.repaired_ns, other.repaired_ns, second.repaired_ns] == [10 * S, 0, 3 * S]
 
 
+def test_a_replica_that_is_still_out_when_the_next_fault_strikes_is_whole_once_it_is_back() -> None:
+    first, second = faults(("1.0", 10), ("1.0", 15), spans=((12, 20),))
+    assert [first.repaired_ns, second.repaired_ns] == [10 * S, 0]
+    missed, reached = sync(3, (0,), unproven=(1,)), sync(4, (0, 1))
+    first, second = faults(("1.0", 10), ("1.0", 15), syncs=((12, missed), (40, reached)))
+    assert first.repaired_ns == 30 * S
+
+
 def test_the_verdict_names_what_happened_and_what_did_not() -> None:
     report = RunReport(faults=faults(("1.0", 10), spans=((12, 20),)))
     lines, good = verdict(PLAN, report)
