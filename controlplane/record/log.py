@@ -30,7 +30,6 @@ from controlplane.machine.events import AnswersReceived, CoordinatorEffect, Coor
 from controlplane.record.archive import open_records, rename_previous_log
 from controlplane.record.bodies import (
     STATE,
-    EntryReader,
     StateBody,
     check_kind,
     decision_body,
@@ -189,23 +188,22 @@ class RunLog:
         """
         with open_records(path) as reader:
             _read_header(reader)
-            entries = EntryReader(reader)
             for record in reader.records(start):
-                yield from entries.read(record)
+                yield from read_entries(record, reader.path)
 
     @staticmethod
     def walk(path: str | os.PathLike[str]) -> Iterator[LogItem]:
         """Yield all records and marks, each mark after its record. A damaged mark is yielded too. Raises as `read`."""
         with open_records(path) as reader:
             _read_header(reader)
-            marks, entries = deque(reader.mark_positions()), EntryReader(reader)
+            marks = deque(reader.mark_positions())
             for record in reader.records():
                 while marks and marks[0] < record.position:
                     yield _mark(reader, marks.popleft())
                 if record.kind == STATE:
                     yield from _agent_mark(record)
                 else:
-                    yield from entries.read(record)
+                    yield from read_entries(record, reader.path)
             for position in marks:
                 yield _mark(reader, position)
 
@@ -400,7 +398,7 @@ class RunLog:
                     journal, number = newest_decision(record)
                     self._recorded.setdefault(record.agent, {})[journal] = number
                     continue
-                (entry,) = read_entries(record)
+                (entry,) = read_entries(record, self.path)
                 event = coordinator_event_decoder.decode(entry.event)
                 self.state, effects = decide(self.state, event)
                 if isinstance(event, AnswersReceived):
