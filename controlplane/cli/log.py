@@ -1,4 +1,4 @@
-"""`rolloutctl log`: show, verify and replay a recorded run. What keeps one small is in `controlplane.cli.retention`."""
+"""`rolloutctl log`: show, verify and replay a recorded run."""
 
 import threading
 from collections.abc import Iterator
@@ -13,7 +13,6 @@ from controlplane.analysis.invariants import verify
 from controlplane.analysis.log_lines import format_decision, json_line
 from controlplane.cli.command_line import Group, note_problem
 from controlplane.cli.replay_log import replay_file
-from controlplane.cli.retention import archive, prune
 from controlplane.record.entries import LogEntry, LogItem, LogMark
 from controlplane.record.follow import follow
 from controlplane.record.log import RunLog
@@ -31,7 +30,7 @@ FOLLOW_S: Final = 0.2
 
 @click.group(cls=Group, short_help="Show, verify, replay and keep recorded runs.")
 def log() -> None:
-    """Read a recorded run, even while it is being written, or an archive of one."""
+    """Read a recorded run, even while it is being written."""
 
 
 @log.command(short_help="Print every decision.")
@@ -129,7 +128,3 @@ def replay_command(file: Path, as_json: bool) -> None:
 def _line(entry: LogEntry) -> str:
     moment = time_with_zone(entry.at_ns / 1e9)
     return f"{entry.position:>7}  {moment}  {entry.agent or 'bus':<6} {format_decision(entry)}"
-
-
-for command in (prune, archive):
-    log.add_command(command)

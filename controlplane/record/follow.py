@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from controlplane.record.archive import open_records
 from controlplane.record.bodies import read_entries
 from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
 from schemas.errors import LogError
+from schemas.storage.records import RecordReader
 
 _CLOSED: Final = "closed"
 
@@ -18,7 +18,7 @@ def follow(path: Path, start: int, wait: Callable[[], object]) -> Iterator[LogEn
     """Yield the records from position `start` on, and those written later, until the bus has closed the log.
 
     Args:
-        path: A run's log, or an archive of one.
+        path: A run's log.
         start: Position of the first record.
         wait: Called whenever all records were read; returns when it is time to look again.
 
@@ -27,7 +27,7 @@ def follow(path: Path, start: int, wait: Callable[[], object]) -> Iterator[LogEn
             yielded.
         LogCorrupt: At the first damaged record, after all those before it.
     """
-    with open_records(path) as reader:
+    with RecordReader.open(path) as reader:
         RunLog.header(path)
         file, closed = _identity(path), False
         while not closed:
