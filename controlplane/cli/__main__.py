@@ -103,9 +103,8 @@ def run(words: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     """Entry point of the script. Exits the process."""
-    interrupt.install()
-    code = run()
-    interrupt.leave_if_asked(code)
+    if (code := run()) == interrupt.CODE:
+        interrupt.kill_children()
     sys.exit(code)
 
 
