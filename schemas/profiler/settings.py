@@ -6,7 +6,7 @@ from typing import Final, Literal
 import msgspec
 from msgspec import Struct
 
-from schemas.commands import Npu, PrecisionDebugger, ProfilePlan, ToolOptions, TorchMemory
+from schemas.commands import Npu, ProfilePlan, ToolOptions, TorchMemory
 from schemas.identity import ROLLOUT, Count, Milliseconds, Role
 
 Layout = Literal["step", "verl_step", "verl"]
@@ -18,7 +18,6 @@ TOOLS: Final[Mapping[str, type[ToolOptions] | None]] = {
     "npu": Npu,
     "nsys": None,
     "torch_memory": TorchMemory,
-    "precision_debugger": PrecisionDebugger,
 }
 """The profiling tools, and the type of the options of those that have any."""
 

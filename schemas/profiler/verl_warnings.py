@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final, Literal
 
 from schemas.profiler.conversion import did_you_mean, join_path, shown, unknown_keys
+from schemas.profiler.settings import TOOLS
 from schemas.profiler.verl_format import VerlFile, VerlSection, tool_path, value_at, values_of
 from schemas.profiler.verl_keys import ACTOR, PARENTS, REF, ROLLOUT, SECTIONS, VerlGlobal, VerlProfiler
 from schemas.selection import ENGINE_TOOLS
@@ -54,8 +55,8 @@ def _unknown(file: VerlFile) -> Iterator[str]:
 def _selection(file: VerlFile) -> Iterator[str]:
     switched_on = [section for section in file.sections if section.profiler.enable]
     for section in switched_on:
-        if section.profiler.tool is None:
-            yield f"{section.path}.enable is true and {section.path}.tool is null: nothing is profiled there"
+        if (tool := section.profiler.tool) not in TOOLS:
+            yield f"{section.path}.enable is true and {section.path}.tool is {shown(tool)}: nothing is profiled there"
     if file.enabled and not file.settings.steps:
         yield f"global_profiler.steps is {shown(file.content.get('steps'))}: no step is profiled"
     if file.settings.steps and not switched_on:

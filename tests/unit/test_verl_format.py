@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 from omegaconf import OmegaConf
 
-from schemas.commands import Finish, Npu, PrecisionDebugger, ProfilePlan, Schedule, TorchMemory, Window
+from schemas.commands import Finish, Npu, ProfilePlan, Schedule, TorchMemory, Window
 from schemas.profiler.config import ProfilerConfig
 from schemas.profiler.readers import ConfigWarning
 from schemas.profiler.verl_keys import NpuContent, ToolName, TorchContent
@@ -49,19 +49,13 @@ def test_a_file_with_every_key_of_verl() -> None:
                 options=TorchMemory(max_entries=50_000, context="alloc", stacks="python", snapshot_steps=2),
                 finish=finish,
             ),
-            "reward": ProfilePlan(
-                tool="precision_debugger",
-                options=PrecisionDebugger(
-                    config_path="/etc/msprobe.json", stages=frozenset({"actor_update"}), strict=True
-                ),
-                finish=finish,
-            ),
         },
         steps=(1, 2, 5),
         save_path="math/long run/profile",
         finish_hook_cmd='upload "$VERL_PROFILE_SAVE_PATH"',
     )
     assert [str(warning.message) for warning in issued] == [
+        "reward.profiler.enable is true and reward.profiler.tool is 'precision_debugger': nothing is profiled there",
         (
             "actor_rollout_ref.ref.profiler differs from the actor's: it applies only to a worker that has the "
             "reference model alone; in a worker that has both, the actor's section applies"
@@ -290,10 +284,6 @@ def test_without_ranks_the_replica_of_rank_0_is_profiled_and_with_all_ranks_ever
     parsed = ProfilerConfig.from_verl(rollout(all_ranks=True), ranks=unit).plan
     assert (parsed.ranks, parsed.replicas) == (None, None)
     assert ProfilerConfig.from_verl(actor(), ranks=unit).roles["actor"].ranks == frozenset({0})
-
-
-def test_msprobe_picks_its_own_ranks() -> None:
-    assert ProfilerConfig.from_verl(critic("precision_debugger")).roles["critic"].ranks is None
 
 
 # --- windows ----------------------------------------------------------------------------------------------------------

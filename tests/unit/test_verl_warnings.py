@@ -162,23 +162,10 @@ LEVELS = "level0, level1, level2, level_none"
         (f"{CRITIC}.npu.contents", ["cuda"], f"[0] is 'cuda': allowed is one of {NPU_CONTENTS}"),
         (f"{CRITIC}.torch_memory.trace_alloc_max_entries", 0, " is 0: allowed is a whole number of at least 1"),
         (f"{CRITIC}.torch_memory.context", "some", " is 'some': allowed is one of all, alloc, state"),
-        (f"{CRITIC}.precision_debugger.stages", [""], "[0] is '': allowed is a text of 1 to 200 characters"),
-        (
-            f"{CRITIC}.precision_debugger.config_path",
-            "x" * 600,
-            f" is '{'x' * 76}…: allowed is a text of 0 to 512 characters",
-        ),
     ],
 )
 def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(key: str, value: object, text: str) -> None:
     assert error_of(nested(key, value)) == key + text
-
-
-def test_a_strict_debugger_refuses_unknown_stages() -> None:
-    assert error_of(critic("precision_debugger", stages=["x"], strict=True)) == (
-        "critic.profiler.tool_config.precision_debugger.stages has 'x': allowed are actor_update, "
-        "actor_compute_log_prob, ref_compute_log_prob, compute_values, critic_update, compute_rm_score"
-    )
 
 
 def test_a_file_of_ours_is_distinguished_from_one_of_verl() -> None:

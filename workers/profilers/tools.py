@@ -1,17 +1,16 @@
 """The tools of a training rank, and what each can't record in this process."""
 
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Final
 
-from schemas.commands import Npu, PrecisionDebugger, ProfilePlan, TorchMemory
+from schemas.commands import Npu, ProfilePlan, TorchMemory
 from schemas.selection import RANK_TOOLS
 from workers.limits import Limit, require_recordable
-from workers.profilers.ascend_tools import NpuRecorder, PrecisionRecorder
+from workers.profilers.ascend_tools import NpuRecorder
 from workers.profilers.recorder import Recorder, SessionFiles
 
 TORCH_EXTRA: Final = "install rolloutctl with its extra `torch` (docs/installation.md)"
@@ -43,7 +42,7 @@ def make_recorder(plan: ProfilePlan, files: SessionFiles) -> Recorder:
 
             return (MemoryRecorder if plan.tool == "torch_memory" else NsysRecorder)(plan, files)
         case _:
-            return (NpuRecorder if plan.tool == "npu" else PrecisionRecorder)(plan, files)
+            return NpuRecorder(plan, files)
 
 
 def _limits(plan: ProfilePlan) -> Iterator[Limit]:
@@ -91,13 +90,6 @@ def _npu_limits(plan: ProfilePlan) -> Iterator[Limit]:
     yield _import_limit("torch_npu", "pip install torch-npu")
 
 
-def _precision_limits(plan: ProfilePlan) -> Iterator[Limit]:
-    path = plan.options.config_path if isinstance(plan.options, PrecisionDebugger) else ""
-    yield Limit(not path, "without `config_path`", "it names a JSON file of msprobe")
-    yield Limit(not os.path.isfile(path), f"with `config_path` {path}", "there is no such file here")
-    yield _import_limit("msprobe.pytorch", "pip install mindstudio-probe")
-
-
 def _import_limit(module: str, remedy: str) -> Limit:
     try:
         importlib.import_module(module)
@@ -113,6 +105,5 @@ _TOOLS: Final[dict[str, tuple[Callable[[ProfilePlan], Iterator[Limit]], type | N
     "torch_memory": (_cuda_limits, TorchMemory),
     "nsys": (_cuda_limits, None),
     "npu": (_npu_limits, Npu),
-    "precision_debugger": (_precision_limits, PrecisionDebugger),
 }
 """What each tool can't record here, and the type of its options."""
