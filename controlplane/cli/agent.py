@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from controlplane.cli import interrupt
 from controlplane.cli.command_line import BUS_HELP, Command, api_key_file, metrics_port
-from controlplane.cli.config_file import config_text, read_config_file, require_trusted
+from controlplane.cli.config_file import read_config_file, require_trusted
 from schemas.commands import ProfilePlan
 from schemas.config import TIMEOUT_MAX_S, AgentConfig, milliseconds
 from schemas.errors import ConfigError, IdentityTaken
@@ -71,14 +71,14 @@ SECTIONS = {
         ),
     ),
     "This process": (
-        *("drain", "config", "print_config", "state_dir", "profiler", "traces", "finish_hook", "dump_stacks"),
+        *("drain", "config", "state_dir", "profiler", "traces", "finish_hook", "dump_stacks"),
         *("metrics_port", "faults"),
     ),
 }
 RARE = frozenset(
     {
         *("memory", "on_lost_bus", "wedged_after", "serve", "seed", "dist_init", "launch_log", "up_within"),
-        *("worker_url", "finish_hook", "print_config", "dump_stacks", "metrics_port", "mode", "traces"),
+        *("worker_url", "finish_hook", "dump_stacks", "metrics_port", "mode", "traces"),
         *("api_key_file", "profiler", "digests", "faults", "drain"),
     }
 )
@@ -105,7 +105,6 @@ class _ReplicaOption(click.IntRange):
     callback=read_config_file,
     help="File with options (TOML). The command line and the environment come before it.",
 )
-@click.option("--print-config", is_flag=True, help="Print such a file with all options as they are now, and exit.")
 @click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help=BUS_HELP)
 @click.option("--key", "keys", type=_PATH, envvar="ROLLOUTCTL_KEY_FILE", help="File with this agent's key.")
 @click.option(
@@ -226,7 +225,6 @@ def agent(
     mode: str,
     observe: bool,
     state_dir: Path | None,
-    print_config: bool,
     faults: Path | None,
     drain: float | None,
     rejoin: bool,
@@ -246,9 +244,6 @@ def agent(
         --launch -- python -m sglang.launch_server --model-path /m --port 30000
     """
     context = click.get_current_context()
-    if print_config:
-        click.echo(config_text(context))
-        return
     assigned = _assigned(state_dir, options, bus, keys) if options["replica"] == AUTO else None
     state_dir = assigned.parent if assigned is not None else state_dir
     identity = _identity(options, gpus_per_node, RolloutMode.OBSERVED if observe else RolloutMode(mode))

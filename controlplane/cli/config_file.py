@@ -1,10 +1,9 @@
-"""A command's options in a file (TOML): `--config` reads one, `--print-config` writes one.
+"""A command's options in a file (TOML), which `--config` names.
 
 Its keys are the names of the options. The file is click's `default_map`, so the command line and the environment come
 before it, and it comes before the defaults.
 """
 
-import json
 import os
 import stat
 import tomllib
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from schemas.errors import ConfigError
 from schemas.profiler.conversion import did_you_mean, shown
@@ -49,18 +47,8 @@ def require_trusted(file: Path) -> None:
         )
 
 
-def config_text(context: click.Context) -> str:
-    """Return a file of all options. What was not set is a comment, with its default."""
-    lines = []
-    for option in _options(context):
-        given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
-        lines.append(f"{'' if given else '# '}{_key(option)} = {_toml(context.params[option.name or ''])}")
-    return "\n".join(lines)
-
-
 def _options(context: click.Context) -> list[click.Parameter]:
-    own = {"config", "print_config"}
-    return [option for option in context.command.params if option.expose_value and option.name not in own]
+    return [option for option in context.command.params if option.expose_value]
 
 
 def _key(option: click.Parameter) -> str:
@@ -75,11 +63,3 @@ def _as_given(file: Path, key: str, value: Any, option: click.Parameter) -> str 
     if isinstance(value, list):
         return [str(word) for word in value]
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, bool | int | float):
-        return json.dumps(value)
-    return json.dumps("" if value is None else str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
