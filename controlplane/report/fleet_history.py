@@ -180,15 +180,6 @@ class FleetHistory:
         """Return when an agent was last heard; 0 if it never was."""
         return self._agents[name].heard_ns if name in self._agents else 0
 
-    def last_heard(self, name: str) -> str:
-        """Return what an agent last reported about its engine; empty if it never did."""
-        agent = self._agents.get(name)
-        if agent is None or agent.member.status is None:
-            return ""
-        silent_ms = (self.now_ns - agent.heard_ns) // 1_000_000
-        condition = agent.member.status.condition(agent.member.hello.identity.role)
-        return f"was last heard {silent_ms:,} ms before that: {condition}"
-
     def agents(self) -> list[AgentHistory]:
         """Return every agent, in the order of the fleet, at the end of the log."""
         lines = {line.agent: line for line in fleet_status(self.state, self._at_us, "", {}).agents}

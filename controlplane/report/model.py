@@ -16,8 +16,6 @@ from schemas.outcomes import Trace
 from schemas.reports import AgentOutcome
 
 MAX_STRAGGLERS = 20
-MAX_SHOWN = 8
-"""Agents of a cause that are shown with the state of their engine."""
 
 
 class OutcomeGroup(Struct, frozen=True, kw_only=True):
@@ -103,9 +101,8 @@ class Cause(Struct, kw_only=True):
         at_ns: When the first agent was lost, or the first command published.
         until_ns: When the last agent was lost, or the last command concluded.
         seq, text: Of its first command; 0 and empty if there is none. `last_seq` is the newest.
-        members: The agents. `first_seqs` has the first of them, with their first command; `hosts` theirs, if lost.
+        members: The agents; `hosts` theirs, if lost.
         returned_ns: By agent that was lost, when it was in the fleet again.
-        engines: By agent, the state of its engine when it was last heard, or right after the failure.
         syncs: Replica and version, for each sync that one of the agents did not follow.
         quarantines: Of replicas that it put out of service.
     """
@@ -121,10 +118,8 @@ class Cause(Struct, kw_only=True):
     commands: Counter[str] = field(default_factory=Counter)
     outcomes: int = 0
     members: set[str] = field(default_factory=set)
-    first_seqs: dict[str, int] = {}
     hosts: set[str] = field(default_factory=set)
     returned_ns: dict[str, int] = {}
-    engines: dict[str, str] = {}
     syncs: set[tuple[int, int]] = field(default_factory=set)
     quarantines: list[Quarantine] = []
 
@@ -143,17 +138,9 @@ class Cause(Struct, kw_only=True):
         """Agents that were lost and did not come back."""
         return sorted(self.members - self.returned_ns.keys(), key=agent_order) if self.kind == "lost" else []
 
-    def add_member(self, agent: str, heard: str = "") -> None:
-        """Add an agent, and what it reported when it was last heard."""
-        self.members.add(agent)
-        if heard and len(self.engines) < MAX_SHOWN:
-            self.engines.setdefault(agent, heard)
-
     def add(self, agent: str, command: CommandSummary, kind: str, now_ns: int) -> None:
         """Add an agent's outcome of a command. Those of one command follow each other."""
-        self.add_member(agent)
-        if len(self.first_seqs) < MAX_SHOWN:
-            self.first_seqs.setdefault(agent, command.seq)
+        self.members.add(agent)
         if not self.outcomes:
             self.seq, self.text = command.seq, command.text
         if self.last_seq != command.seq:
@@ -175,12 +162,6 @@ class Cause(Struct, kw_only=True):
         self.last_seq, self.until_ns = max(self.last_seq, other.last_seq), max(self.until_ns, other.until_ns)
         self.members |= other.members
         self.syncs |= other.syncs
-        for agent, seq in other.first_seqs.items():
-            if len(self.first_seqs) < MAX_SHOWN:
-                self.first_seqs.setdefault(agent, seq)
-        for agent, engine in other.engines.items():
-            if len(self.engines) < MAX_SHOWN:
-                self.engines.setdefault(agent, engine)
 
 
 class Refusal(Struct, kw_only=True):
