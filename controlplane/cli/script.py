@@ -1,0 +1,3 @@
+"""The script `rolloutctl`."""
+
+from controlplane.cli.__main__ import main as main
