@@ -136,21 +136,16 @@ def parse(
         # As in verl: training ranks run the hook; with agents of engines on the same nodes it would run twice.
         rollout = rollout._replace(plan=replace(rollout.plan, finish=Finish(relocate=rollout.plan.finish.relocate)))
     sections = (rollout, *roles)
+    enabled = [section.profiler for section in sections if section.plan.enabled]
     settings = ProfilerSettings(
         plan=rollout.plan,
         roles={ROLES[role.path]: role.plan for role in roles if role.plan.enabled},
         steps=tuple(sorted(set(shared.steps or ()))),
         continuous=shared.profile_continuous_steps,
-        save_path=next(iter(values_of("save_path", sections).values()), shared.save_path),
-        finish_hook_cmd=next(iter(values_of("finish_hook_cmd", sections).values()), ""),
+        save_path=next(filter(None, (profiler.save_path for profiler in enabled)), shared.save_path),
+        finish_hook_cmd=next(filter(None, (profiler.finish_hook_cmd for profiler in enabled)), ""),
     )
     return VerlFile(tree, top, sections, settings)
-
-
-def values_of(key: Literal["save_path", "finish_hook_cmd"], sections: Iterable[VerlSection]) -> dict[str, str]:
-    """Return the values of a key in the sections that are profiled, by path. A run uses the first."""
-    values = {f"{section.path}.{key}": getattr(section.profiler, key) for section in sections if section.plan.enabled}
-    return {path: value for path, value in values.items() if value}
 
 
 def value_at(tree: Mapping[str, object], path: str) -> object:

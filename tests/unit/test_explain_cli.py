@@ -42,7 +42,7 @@ def test_a_file_of_ours() -> None:
 def test_a_file_of_verl_is_printed_as_our_own_yaml_that_means_the_same() -> None:
     shown = explain(CONFIGS / "verl_all_on.yaml", "--verl")
     assert ProfilerConfig.from_yaml(shown.stdout) == read_verl_config(CONFIGS / "verl_all_on.yaml").config
-    assert [line.partition(":")[0] for line in shown.stderr.splitlines()] == ["warning"] * 3
+    assert [line.partition(":")[0] for line in shown.stderr.splitlines()] == ["warning"]
 
 
 def test_a_file_of_verl_with_ranks_as_it_had_them_then() -> None:
