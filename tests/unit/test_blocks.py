@@ -127,4 +127,4 @@ def test_verls_example_is_explained_as_the_page_shows(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     configuration, shown, *_ = blocks("docs/profiling.md", "yaml")
     Path("trainer.yaml").write_text(configuration)
-    assert ran(["profile", "explain", "trainer.yaml", "--verl", "--gpus-per-replica", "2"]) == shown
+    assert ran(["profile", "explain", "trainer.yaml", "--verl"]) == shown
