@@ -5,7 +5,6 @@ import shutil
 import sqlite3
 from decimal import Decimal
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from msgspec import structs
@@ -14,7 +13,6 @@ from controlplane.record.log import RunLog
 from controlplane.timeline.perfetto import TimelineDraft, write_timeline
 from controlplane.timeline.survey import LogSurvey
 from controlplane.timeline.tracks import TraceEvent
-from schemas.commands import ProfileCommand
 from schemas.errors import LogError
 from schemas.events import Answer, CommandReceived, EngineObserved, Observation
 from schemas.identity import Identity
@@ -201,31 +199,6 @@ def test_the_newest_version_of_each_adapter_of_a_replica_is_a_counter(written: W
         ("replica 0 adapter policy version", 10, 20_000),
         ("replica 0 adapter judge version", 1, 20_000),
     }
-
-
-def test_replicas_that_are_profiled_separately_have_separate_sessions(written: Written) -> None:
-    peers = [written.joins(Identity(replica=replica, node_rank=0), at_ms=0) for replica in (0, 1)]
-
-    def command(action: Literal["start", "stop"], step: int, at_ms: float) -> None:
-        replica = step % 2
-        profile = ProfileCommand(action=action, step=step)
-        seq = written.issue(peers[replica], at_ms, at_ms + 1, profile, frozenset([replica]))
-        written.answer(peers[replica], seq, at_ms + 2, at_ms + 5, Acted(calls=("profile",)))
-
-    command("start", 2, 10)
-    command("start", 3, 20)
-    command("stop", 2, 30)
-    command("stop", 3, 40)
-    command("start", 4, 50)
-    command("start", 6, 60)  # the replica stops the previous session
-    _, events = checked_timeline(written.close())
-    lanes = [event for lane in ("profiling", "profiling (2)") for event in slices(events, "bus", lane)]
-    assert [(event["name"][-1], event["ts"], event["dur"], "args" in event) for event in lanes] == [
-        ("2", 10_000, 25_000, False),
-        ("4", 50_000, 10_000, True),
-        ("6", 60_000, 502_000, True),
-        ("3", 20_000, 25_000, False),
-    ]
 
 
 def test_a_running_run_is_drawn_as_far_as_it_was_surveyed(written: Written) -> None:
