@@ -67,11 +67,6 @@ class RankProfiler:
     effect at once. In the middle of a stage it takes effect where the training thread next enters or leaves a stage, or
     ends a mini-batch. If that is after the deadline of the stop, the outcome is `engine_timeout`, and the session is
     closed then.
-
-    Args:
-        identity: The training rank.
-        traces: Root of the directories that commands name.
-        world_size: Ranks of its role.
     """
 
     def __init__(self, identity: Identity, *, traces: Path, world_size: int = 1) -> None:
