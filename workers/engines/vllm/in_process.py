@@ -199,7 +199,7 @@ class AsyncLLMClient(InProcessClient):
 
 
 def lora_request(engine: object, name: str) -> Any:
-    """Return the `LoRARequest` that makes a request run on an adapter. Raises KeyError if the engine has none so named."""
+    """Return the `LoRARequest` that makes a request run on the adapter that the engine knows by a name, or KeyError."""
     return _loaded.get(engine, {})[name]
 
 
