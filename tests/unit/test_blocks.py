@@ -66,7 +66,6 @@ def test_each_command_of_the_pages_exists_with_its_options(tmp_path: Path, monke
     Path("run").mkdir()
     for file in ("run.db", "run/run.db", "trainer.yaml", "profile.yaml", "plan.toml", "fleet.toml"):
         Path(file).touch()
-    Path("agent.toml").write_text('bus = "tcp://trainer:5555"\nreplica = 0\nengine = "tiny"\n')
     ran(["keys", "new", "me", "--role", "operator"])
     shutil.copy("keys/issued/me.key", "me.key")
     monkeypatch.setenv("ROLLOUTCTL_BUS", "tcp://127.0.0.1:5555")
