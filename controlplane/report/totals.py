@@ -85,7 +85,6 @@ class RunReport(Struct, kw_only=True):
     unconcluded: list[CommandSummary] = []
     steps: list[StepSummary] = []
     latencies: dict[str, Latencies] = {}
-    calls: dict[str, Latencies] = {}
     stragglers: list[Straggler] = []
     replicas: dict[int, ReplicaHistory] = {}
     observed: dict[int, ObservedReplica] = {}
