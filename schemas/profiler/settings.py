@@ -41,11 +41,12 @@ def problems(settings: "ProfilerConfig") -> Iterator[str]:
         if plan.tool not in TOOLS:
             yield f"{path}.tool is {plan.tool!r}: allowed is one of {', '.join(TOOLS)}"
             continue
-        for field, reason in _without_effect(plan, role=path != "plan"):
+        for field, reason in without_effect(plan, role=path != "plan"):
             yield f"{path}.{field} has no effect there: {reason}"
 
 
-def _without_effect(plan: ProfilePlan, role: bool) -> Iterator[tuple[str, str]]:
+def without_effect(plan: ProfilePlan, role: bool) -> Iterator[tuple[str, str]]:
+    """Yield the fields of a plan that have no effect in a training role, or in a rollout, each with the reason."""
     tool, default = plan.tool, ProfilePlan()
     rules: tuple[tuple[bool, str, str], ...] = (
         (not role, "schedule", "it counts mini-batches, and rollouts have none; write a window of forward steps"),

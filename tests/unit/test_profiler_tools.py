@@ -34,11 +34,11 @@ def plan(tool: str, options: ToolOptions | None = None, **settings: Any) -> Prof
 
 
 REFUSED = [
-    (plan("torch", window=Window(0, 3)), "a window, by_stage or merge .* are for engines. Use a schedule"),
-    (plan("torch", by_stage=True), "they are for engines. .*discrete for a trace of each stage"),
+    (plan("torch", window=Window(0, 3)), "`window`: it counts forward steps of an engine; write a schedule"),
+    (plan("torch", by_stage=True), "`by_stage`: only an engine makes a trace of each stage; write discrete"),
     (plan("torch", activities=frozenset({"npu"})), "activity npu: tool npu records it"),
-    (plan("torch", Npu()), "options of type Npu: they are those of another tool"),
-    (plan("nsys", schedule=Schedule(active=1)), "a schedule: only tool torch has one"),
+    (plan("torch", Npu()), "`options`: these are not options of the tool torch"),
+    (plan("nsys", schedule=Schedule(active=1)), "`schedule`: only the tool torch has one"),
     (plan("perf"), "a training rank: the tools for that are npu, nsys, torch, torch_memory"),
     (plan("npu"), "torch_npu is not installed .*pip install torch-npu"),
 ]

@@ -7,7 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Final
 
-from schemas.commands import Npu, ProfilePlan, TorchMemory
+from schemas.commands import ProfilePlan
+from schemas.profiler.settings import without_effect
 from schemas.selection import RANK_TOOLS
 from workers.limits import Limit, require_recordable
 from workers.profilers.ascend_tools import NpuRecorder
@@ -49,19 +50,9 @@ def _limits(plan: ProfilePlan) -> Iterator[Limit]:
     yield Limit(
         plan.tool not in RANK_TOOLS, "a training rank", f"the tools for that are {', '.join(sorted(RANK_TOOLS))}"
     )
-    yield Limit(
-        plan.window is not None or plan.by_stage or plan.merge,
-        "a window, by_stage or merge in a training rank",
-        "they are for engines. Use a schedule, which counts mini-batches, or discrete for a trace of each stage",
-    )
-    limits, options = _TOOLS[plan.tool]
-    yield Limit(
-        plan.options is not None and type(plan.options) is not options,
-        f"with options of type {type(plan.options).__name__}",
-        "they are those of another tool",
-    )
-    yield Limit(plan.schedule is not None and plan.tool != "torch", "a schedule", "only tool torch has one")
-    yield from limits(plan)
+    for field, reason in without_effect(plan, role=True):
+        yield Limit(True, f"with `{field}`", reason)
+    yield from _TOOLS[plan.tool](plan)
 
 
 def _torch_limits(plan: ProfilePlan) -> Iterator[Limit]:
@@ -100,10 +91,10 @@ def _import_limit(module: str, remedy: str) -> Limit:
     return Limit(False, "", "")
 
 
-_TOOLS: Final[dict[str, tuple[Callable[[ProfilePlan], Iterator[Limit]], type | None]]] = {
-    "torch": (_torch_tool_limits, None),
-    "torch_memory": (_cuda_limits, TorchMemory),
-    "nsys": (_cuda_limits, None),
-    "npu": (_npu_limits, Npu),
+_TOOLS: Final[dict[str, Callable[[ProfilePlan], Iterator[Limit]]]] = {
+    "torch": _torch_tool_limits,
+    "torch_memory": _cuda_limits,
+    "nsys": _cuda_limits,
+    "npu": _npu_limits,
 }
-"""What each tool can't record here, and the type of its options."""
+"""What each tool can't record here."""
