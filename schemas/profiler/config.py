@@ -4,36 +4,17 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from msgspec import Struct
+from msgspec.structs import asdict
 
-from schemas.commands import ProfilePlan
-from schemas.identity import Count, Milliseconds, Role
-from schemas.profiler.settings import Layout, RankUnit
+from schemas.config import within_bounds
+from schemas.profiler.settings import Layout, ProfilerSettings, RankUnit
 
 ConfigSource = Mapping[str, Any] | PurePath | str
 """A mapping, a file, or YAML text. A string with a line break, a brace or `: ` is text; any other is a file name."""
 
 
-class ProfilerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which global training steps are profiled, and how.
-
-    Attributes:
-        plan: Of rollouts.
-        roles: Of training ranks, by role.
-        steps: Global training steps to profile; empty for none.
-        continuous: One session for each run of consecutive steps, instead of one for each step.
-        timeout_ms: Deadline of each profiling command.
-        save_path: Root of the trace directories on every agent and training rank that is given these settings.
-        finish_hook_cmd: Command for `/bin/sh -c` after the last profiled step. `Finish` says which agents run it.
-    """
-
-    plan: ProfilePlan = ProfilePlan()
-    roles: dict[Role, ProfilePlan] = {}
-    steps: tuple[Count, ...] = ()
-    continuous: bool = False
-    timeout_ms: Milliseconds = 30_000
-    save_path: str = ""
-    finish_hook_cmd: str = ""
+class ProfilerConfig(ProfilerSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which global training steps are profiled, and how. `ProfilerSettings` describes the fields."""
 
     @classmethod
     def from_verl(
@@ -67,7 +48,7 @@ class ProfilerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """
         from schemas.profiler.readers import read_yaml
 
-        return read_yaml(source)
+        return within_bounds(cls(**asdict(read_yaml(source))))
 
 
 class ConfigReading(NamedTuple):
@@ -81,7 +62,8 @@ def read_verl_config(source: ConfigSource, *, ranks: RankUnit = "global", layout
     """As `ProfilerConfig.from_verl`, but return the warnings instead of issuing them."""
     from schemas.profiler.readers import read_verl
 
-    return ConfigReading(*read_verl(source, ranks=ranks, layout=layout))
+    settings, warnings = read_verl(source, ranks=ranks, layout=layout)
+    return ConfigReading(within_bounds(ProfilerConfig(**asdict(settings))), warnings)
 
 
 def read_config(source: ConfigSource) -> ConfigReading:

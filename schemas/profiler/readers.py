@@ -23,12 +23,10 @@ from msgspec import Struct
 from msgspec.structs import FieldInfo, fields, replace
 
 from schemas.commands import ProfilePlan
-from schemas.config import within_bounds
 from schemas.errors import ConfigError, ExtraMissing
 from schemas.profiler import verl_format, verl_warnings
-from schemas.profiler.config import ProfilerConfig
 from schemas.profiler.conversion import convert, unknown_keys
-from schemas.profiler.settings import Layout, RankUnit, problems
+from schemas.profiler.settings import Layout, ProfilerSettings, RankUnit, problems
 from schemas.profiler.verl_format import deep_merge
 
 TEXT_MAX: Final = 256 * 1024
@@ -46,7 +44,7 @@ class ConfigWarning(UserWarning):
 
 def read_verl(
     source: object, *, ranks: RankUnit = "global", layout: Layout = "step"
-) -> tuple[ProfilerConfig, list[str]]:
+) -> tuple[ProfilerSettings, list[str]]:
     """Read verl's configuration; return the settings, and warnings about keys without the expected effect.
 
     `ProfilerConfig.from_verl` explains the arguments. Raises ConfigError.
@@ -57,10 +55,10 @@ def read_verl(
         raise ConfigError(f"layout is {layout!r}: allowed are step, verl_step and verl")
     tree = load(source)
     reading = verl_format.parse(tree, _resolver(source, tree), ranks=ranks, layout=layout)
-    return within_bounds(reading.settings), verl_warnings.warnings(reading)
+    return reading.settings, verl_warnings.warnings(reading)
 
 
-def read_yaml(source: object) -> ProfilerConfig:
+def read_yaml(source: object) -> ProfilerSettings:
     """Read our own YAML. Raises ConfigError."""
     tree = load(source)
     if "global_profiler" in tree:
@@ -72,7 +70,7 @@ def read_yaml(source: object) -> ProfilerConfig:
     if isinstance(roles, Mapping):  # each by itself, so that an error names the role
         plans = {role: _converted(plan, ProfilePlan, f"roles.{role}") for role, plan in roles.items()}
         tree = {**tree, "roles": {}}
-    settings = replace(_converted(tree, ProfilerConfig, ""), roles=plans)
+    settings = replace(_converted(tree, ProfilerSettings, ""), roles=plans)
     for problem in problems(settings):
         raise ConfigError(problem)
     return settings
@@ -90,7 +88,7 @@ def issue(messages: list[str]) -> None:
         warnings.warn(message, ConfigWarning, stacklevel=3)
 
 
-def yaml_text(settings: ProfilerConfig) -> str:
+def yaml_text(settings: ProfilerSettings) -> str:
     """Write the settings as our own YAML, without what is as by default."""
     text: str = yaml.safe_dump(_changed(settings), sort_keys=False, default_flow_style=None, width=110)
     return text

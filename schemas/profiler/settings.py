@@ -1,15 +1,13 @@
-"""What the settings of a `ProfilerConfig` may be."""
+"""What is profiled, and how. `schemas.profiler.config` adds the constructors that read these settings from a file."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 import msgspec
+from msgspec import Struct
 
 from schemas.commands import Npu, ProfilePlan, ToolOptions, TorchMemory
-from schemas.identity import ROLLOUT, Role
-
-if TYPE_CHECKING:
-    from schemas.profiler.config import ProfilerConfig
+from schemas.identity import ROLLOUT, Count, Milliseconds, Role
 
 Layout = Literal["step", "verl_step", "verl"]
 """How trace directories are named (`schemas.selection.trace_directory`)."""
@@ -24,7 +22,26 @@ TOOLS: Final[Mapping[str, type[ToolOptions] | None]] = {
 """The profiling tools, and the type of the options of those that have any."""
 
 
-def problems(settings: "ProfilerConfig") -> Iterator[str]:
+class ProfilerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields of a `ProfilerConfig`.
+
+    Attributes:
+        steps: Global training steps to profile; empty for none.
+        continuous: One session for each run of consecutive steps, instead of one for each step.
+        save_path: Root of the trace directories on every agent and training rank that is given these settings.
+        finish_hook_cmd: Command for `/bin/sh -c` after the last profiled step. `Finish` says which agents run it.
+    """
+
+    plan: ProfilePlan = ProfilePlan()
+    roles: dict[Role, ProfilePlan] = {}
+    steps: tuple[Count, ...] = ()
+    continuous: bool = False
+    timeout_ms: Milliseconds = 30_000
+    save_path: str = ""
+    finish_hook_cmd: str = ""
+
+
+def problems(settings: ProfilerSettings) -> Iterator[str]:
     """Yield what is wrong with settings whose types are right: unknown roles and tools, and fields without effect.
 
     Engines have no mini-batches, training ranks no forward steps, and most tools no options.

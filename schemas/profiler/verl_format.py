@@ -30,9 +30,8 @@ from schemas.commands import (
     Window,
 )
 from schemas.errors import ConfigError
-from schemas.profiler.config import ProfilerConfig
 from schemas.profiler.conversion import convert, shown
-from schemas.profiler.settings import TOOLS, Layout, RankUnit
+from schemas.profiler.settings import TOOLS, Layout, ProfilerSettings, RankUnit
 from schemas.profiler.verl_keys import (
     ACTOR,
     PARENTS,
@@ -94,7 +93,7 @@ class VerlFile(NamedTuple):
     tree: Mapping[str, object]
     content: Mapping[str, object]
     sections: tuple[VerlSection, ...]
-    settings: ProfilerConfig
+    settings: ProfilerSettings
 
     @property
     def enabled(self) -> tuple[VerlSection, ...]:
@@ -138,7 +137,7 @@ def parse(
         rollout = rollout._replace(plan=replace(rollout.plan, finish=Finish(relocate=rollout.plan.finish.relocate)))
     sections = (rollout, *roles)
     enabled = [section.profiler for section in sections if section.plan.enabled]
-    settings = ProfilerConfig(
+    settings = ProfilerSettings(
         plan=rollout.plan,
         roles={ROLES[role.path]: role.plan for role in roles if role.plan.enabled},
         steps=tuple(sorted(set(shared.steps or ()))),
