@@ -10,7 +10,8 @@ import sys
 import threading
 from pathlib import Path
 
-from controlplane import BusConfig, ControlPlane
+from controlplane import ControlPlane
+from schemas import BusConfig
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
 
 SHARED, PORT, LEASE_MS, HANGS = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), "hang" in sys.argv
