@@ -42,7 +42,7 @@ from bench.tables import Row
 from controlplane import ControlPlane
 from schemas.commands import WeightSync
 from schemas.identity import Identity
-from schemas.storage.filesystems import filesystem_type, read_mounts
+from schemas.storage.filesystems import filesystem_type
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, memory_of, weights
 
@@ -151,8 +151,8 @@ def _read(file: int, content: bool, piece: tuple[int, memoryview]) -> None:
 
 def folders(huge_pages: str) -> dict[str, str]:
     """Return where checkpoints are written, by the type of the file system."""
-    mounts, places = read_mounts(), [place for place in (tempfile.gettempdir(), MEMORY) if place is not None]
-    found = {filesystem_type(os.path.realpath(place), mounts): place for place in places}
+    places = [place for place in (tempfile.gettempdir(), MEMORY) if place is not None]
+    found = {filesystem_type(os.path.realpath(place)): place for place in places}
     return {**found, "tmpfs, huge pages": huge_pages} if huge_pages else found
 
 

@@ -1,6 +1,6 @@
 """`python -m controlplane` is `rolloutctl`, for environments whose scripts are not on the path."""
 
-from controlplane.cli.script import main
+from controlplane.cli.__main__ import main
 
 if __name__ == "__main__":
     main()

@@ -19,12 +19,7 @@ class SampleCounts:
         self._counts: dict[_Kind, tuple[int, int]] = {}
 
     def add(self, provenance: Provenance, *, accepted: bool) -> None:
-        """Count a sequence, as one of the version that made its first token.
-
-        Args:
-            provenance: Of the sequence.
-            accepted: The trainer takes it.
-        """
+        """Count a sequence, as one of the version that made its first token."""
         with self._lock:
             for number, span in enumerate(provenance.spans):
                 kind = self._kind(provenance.adapter, span, accepted)

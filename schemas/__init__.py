@@ -1,7 +1,7 @@
 """The contract between trainer and agents: commands, outcomes, messages, reports, settings and errors.
 
 Import names from here: modules below may change between versions, these names do not without notice. `X as X` says to
-type checkers that a name is meant for others.
+type checkers that a name is meant for others, as `import *` does.
 """
 
 from pkgutil import extend_path
@@ -23,37 +23,7 @@ from schemas.commands import Window as Window
 from schemas.config import AgentConfig as AgentConfig
 from schemas.config import BusConfig as BusConfig
 from schemas.config import ObservePolicy as ObservePolicy
-from schemas.errors import AddressInUse as AddressInUse
-from schemas.errors import AgentError as AgentError
-from schemas.errors import AgentsMissing as AgentsMissing
-from schemas.errors import BusAddressError as BusAddressError
-from schemas.errors import BusClosed as BusClosed
-from schemas.errors import BusError as BusError
-from schemas.errors import BusFaulted as BusFaulted
-from schemas.errors import BusHeldUp as BusHeldUp
-from schemas.errors import BusOverloaded as BusOverloaded
-from schemas.errors import BusUnreachable as BusUnreachable
-from schemas.errors import CheckpointError as CheckpointError
-from schemas.errors import CommandError as CommandError
-from schemas.errors import CommandFailed as CommandFailed
-from schemas.errors import ConfigError as ConfigError
-from schemas.errors import DecisionUnreadable as DecisionUnreadable
-from schemas.errors import EngineError as EngineError
-from schemas.errors import ExtraMissing as ExtraMissing
-from schemas.errors import IdentityTaken as IdentityTaken
-from schemas.errors import KeyFileError as KeyFileError
-from schemas.errors import KeyRefused as KeyRefused
-from schemas.errors import LogCorrupt as LogCorrupt
-from schemas.errors import LogError as LogError
-from schemas.errors import LogFull as LogFull
-from schemas.errors import LogLocked as LogLocked
-from schemas.errors import RefusedError as RefusedError
-from schemas.errors import ReplayDiffers as ReplayDiffers
-from schemas.errors import RolloutctlError as RolloutctlError
-from schemas.errors import SyncInProgress as SyncInProgress
-from schemas.errors import UnansweredError as UnansweredError
-from schemas.errors import UnsupportedError as UnsupportedError
-from schemas.errors import WireError as WireError
+from schemas.errors import *  # noqa: F403 (every error is public)
 from schemas.events import Abort as Abort
 from schemas.events import CheckAdapter as CheckAdapter
 from schemas.events import CheckProfile as CheckProfile

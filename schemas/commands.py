@@ -84,19 +84,7 @@ class Npu(Struct, frozen=True, kw_only=True, tag="npu", omit_defaults=True):
     analysis: bool = False
 
 
-class PrecisionDebugger(Struct, frozen=True, kw_only=True, tag="precision_debugger", omit_defaults=True):
-    """Options of tool `precision_debugger` (`msprobe.pytorch.PrecisionDebugger`).
-
-    Attributes:
-        config_path: Configuration file on the rank's machine.
-    """
-
-    config_path: Annotated[str, Meta(max_length=512)] = ""
-    stages: frozenset[Name] | None = None
-    strict: bool = False
-
-
-ToolOptions = TorchMemory | Npu | PrecisionDebugger
+ToolOptions = TorchMemory | Npu
 ProfileActivity = Literal["cpu", "cuda", "memory", "npu"]
 
 

@@ -249,7 +249,6 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
         left_ms: Time until each of `open` is given up; those that are only counted have none.
         insecure: Other machines can reach the bus, and it has no keys: any program on them can command the engines.
         unproven: Replicas that the run knows and that are not proven to hold the committed weights.
-        descriptors: Said while the trainer's process has few file descriptors left: for how many agents they last.
         failures: The last ones in this life of the bus, the newest first.
         read_only: The key of who asked may read the status, and not command.
         stopped: Replicas that do not generate because a command stopped them.
@@ -268,7 +267,6 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
     open: tuple[Text, ...] = ()
     insecure: bool = False
     unproven: tuple[Count, ...] = ()
-    descriptors: Text = ""
     failures: tuple[RecentFailure, ...] = ()
     read_only: bool = False
     left_ms: tuple[Count, ...] = ()
@@ -334,11 +332,11 @@ class FleetStatus(Printable, frozen=True, kw_only=True, tag="fleet_status"):
     @property
     def warnings(self) -> tuple[str, ...]:
         """What comes first: a bus that does not go on, replicas that an operator stopped, those that may serve other
-        weights than the committed ones, and limits that are near.
+        weights than the committed ones.
         """
         stopped = (stop.text for stop in self.stopped if stop.operator)
         unproven = f"{format_replicas(self.unproven)} not proven to hold v{self.version}" if self.unproven else ""
-        return tuple(text for text in (self.hold_up, self.game_day, *stopped, unproven, self.descriptors) if text)
+        return tuple(text for text in (self.hold_up, self.game_day, *stopped, unproven) if text)
 
     @property
     def game_day(self) -> str:

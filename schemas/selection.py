@@ -7,7 +7,7 @@ from schemas.outcomes import Reason
 ENGINE_TOOLS = frozenset({"torch", "npu"})
 """Profiling tools that an inference engine can run. Others, such as nsys, are for training ranks."""
 
-RANK_TOOLS = frozenset({"torch", "torch_memory", "nsys", "npu", "precision_debugger"})
+RANK_TOOLS = frozenset({"torch", "torch_memory", "nsys", "npu"})
 """Profiling tools that a training rank can run."""
 
 

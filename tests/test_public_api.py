@@ -16,7 +16,9 @@ ABSENT = {"controlplane.trainers.trl"}
 def exported(package: str) -> list[str]:
     """The names that a package means for others."""
     source = (ROOT / package / "__init__.py").read_text("utf-8")
-    return re.findall(r"import (\w+) as \1$", source, re.MULTILINE)
+    whole = map(importlib.import_module, re.findall(r"^from ([\w.]+) import \*", source, re.MULTILINE))
+    all_of_them = [name for module in whole for name in vars(module) if not name.startswith("_")]
+    return [*re.findall(r"import (\w+) as \1$", source, re.MULTILINE), *all_of_them]
 
 
 @pytest.mark.parametrize("package", ["controlplane", "schemas", "workers"])

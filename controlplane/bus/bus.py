@@ -189,12 +189,7 @@ class Bus(BusLoop):
             self._note(events.SendFailed(at_us=0, at_ns=0, ticket=ticket.number, reason=failure[:REASON_MAX]))
 
     def note_samples(self, step: int, counts: tuple[events.SampleCount, ...]) -> None:
-        """Record what the trainer has judged. Waits for nothing; may be called from any thread.
-
-        Args:
-            step: The training step; 0 before the first.
-            counts: Since the last call.
-        """
+        """Record what the trainer has judged. Waits for nothing; may be called from any thread."""
         self._note(checked_order(events.SamplesCounted(at_us=0, at_ns=0, step=step, counts=counts)))
 
     def _note(self, event: events.CallerEvent) -> None:

@@ -25,7 +25,6 @@ import anyio
 from msgspec.structs import replace
 
 from controlplane.bus.callers import NOTHING_SENT, Callers
-from controlplane.bus.descriptors import Descriptors
 from controlplane.bus.held_up import HeldUp
 from controlplane.bus.inbox import Inbox, connection_of
 from controlplane.bus.notices import Notices
@@ -96,7 +95,6 @@ class BusLoop:
         self._arrived: deque[list[bytes]] = deque()
         self._unreachable: list[str] = []
         self._floods = defaultdict[bytes, float](float)  # by connection, while messages wait: turns that it filled
-        self._descriptors = Descriptors()
         self._recent, self._notices = Recent(), Notices()
         self._next_head_us = 0
         self._flush_us: int | None = None
@@ -151,12 +149,11 @@ class BusLoop:
             self.inbox.request_counts,
             wall_clock_ns(),
         )
-        failures, descriptors = self._recent.failures(now_us), self._descriptors.warning
+        failures = self._recent.failures(now_us)
         return replace(
             fleet,
             failures=failures,
             insecure=self.insecure,
-            descriptors=descriptors,
             hold_up=self.clock.explain(self.fault),
         )
 
@@ -292,7 +289,6 @@ class BusLoop:
         # Where messages are left, a sign of life may lie unread.
         if drained and not self.inbox.drop_silent(at_us - self._config.agent_timeout_ms * 1000):
             self._next_head_us = at_us  # the rest in the next turn, at once
-        self._descriptors.check(at_us, len(self.inbox.last_heard_us))
 
     def _process(self, batch: list[events.CoordinatorEvent], at_us: int, at_ns: int) -> None:
         """Decide, record and perform; and again for peers that prove unreachable by that."""

@@ -281,7 +281,6 @@ class Inbox:
         self._peers[connection] = peer
         if self._grant_of is not None:
             self._keys[connection] = key
-            self._log_age(name, self._grant_of(key))
         self._flush_answers()
         self._last_status.pop(peer, None)  # with a hello, the coordinator forgets the agent's last status
         self.last_heard_us[peer] = self._at_us
@@ -308,13 +307,6 @@ class Inbox:
             peer, grant = self._peers[connection], self._grant_of(key)
             if reason := _denial_reason(grant, anything, peer):
                 self._deny(connection, anything, reason)
-            else:
-                self._log_age(agent_of(peer), grant)
-
-    def _log_age(self, agent: str, grant: Grant | str) -> None:
-        """While a key is being replaced, log which one each agent uses: so a person knows when all use the new one."""
-        if isinstance(grant, Grant) and grant.age != "only":
-            logger.info("agent %s has the %s key of %s", agent, grant.age, grant.name)
 
     def _deny(self, connection: bytes, message: wire.Upward | wire.Operator, reason: str) -> None:
         """Note what to tell a connection whose key does not allow what it sent. An agent is a stranger from now on."""

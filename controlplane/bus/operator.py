@@ -123,7 +123,7 @@ async def _ask(
         raise BusUnreachable(f"the file {named} names no bus: is the trainer running? Nothing was sent")
     async with agent_dealer(zmq.Context.instance(), bus, credentials, wait_for_listener=False) as dealer:
         with anyio.move_on_after(timeout_s):
-            await _finish_handshake(dealer, bus, keys)
+            await _finish_handshake(dealer, bus)
             await dealer.send([wire.encode_header(0), wire.encode(request)])
             whole = b""
             while True:
@@ -144,18 +144,13 @@ async def _ask(
     )
 
 
-async def _finish_handshake(dealer: DialledSocket, bus: str, keys: KeySource | None) -> None:
-    """Wait until the connection is open. Tries each key that the bus may have. Raises KeyRefused or BusUnreachable."""
-    attempts = len(keys.keys.servers) if keys is not None else 1
-    attempt = 0
+async def _finish_handshake(dealer: DialledSocket, bus: str) -> None:
+    """Wait until the connection is open. Raises KeyRefused or BusUnreachable."""
     while refused := await dealer.refusal():
         if not refused.reached:
             await _reach(bus)
             continue
-        attempt += 1
-        if attempt == attempts:
-            raise KeyRefused(f"can't connect to {bus}: {refused.reason}. Nothing was sent")
-        dealer.redial(keys.credentials(attempt) if keys is not None else None)
+        raise KeyRefused(f"can't connect to {bus}: {refused.reason}. Nothing was sent")
 
 
 async def _reach(bus: str) -> None:

@@ -22,7 +22,6 @@ COMMANDS = {
     "chaos": "controlplane.cli.chaos:chaos",
     "conform": "controlplane.cli.conform:conform",
     "demo": "controlplane.cli.demo:demo",
-    "engine": "controlplane.cli.engine:engine",
     "gateway": "controlplane.cli.gateway:gateway",
     "keys": "controlplane.cli.keys:keys",
     "log": "controlplane.cli.log:log",
@@ -104,9 +103,8 @@ def run(words: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     """Entry point of the script. Exits the process."""
-    interrupt.install()
-    code = run()
-    interrupt.leave_if_asked(code)
+    if (code := run()) == interrupt.CODE:
+        interrupt.kill_children()
     sys.exit(code)
 
 

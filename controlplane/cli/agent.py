@@ -1,6 +1,8 @@
 """`rolloutctl agent`: runs one agent beside one node of a replica until it is stopped."""
 
+import os
 import signal
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +16,6 @@ from msgspec.structs import replace
 
 from controlplane.cli import interrupt
 from controlplane.cli.command_line import BUS_HELP, Command, api_key_file, metrics_port
-from controlplane.cli.config_file import config_text, read_config_file, require_trusted
 from schemas.commands import ProfilePlan
 from schemas.config import TIMEOUT_MAX_S, AgentConfig, milliseconds
 from schemas.errors import ConfigError, IdentityTaken
@@ -71,14 +72,14 @@ SECTIONS = {
         ),
     ),
     "This process": (
-        *("drain", "config", "print_config", "state_dir", "profiler", "traces", "finish_hook", "dump_stacks"),
+        *("drain", "state_dir", "profiler", "traces", "finish_hook", "dump_stacks"),
         *("metrics_port", "faults"),
     ),
 }
 RARE = frozenset(
     {
         *("memory", "on_lost_bus", "wedged_after", "serve", "seed", "dist_init", "launch_log", "up_within"),
-        *("worker_url", "finish_hook", "print_config", "dump_stacks", "metrics_port", "mode", "traces"),
+        *("worker_url", "finish_hook", "dump_stacks", "metrics_port", "mode", "traces"),
         *("api_key_file", "profiler", "digests", "faults", "drain"),
     }
 )
@@ -97,15 +98,6 @@ class _ReplicaOption(click.IntRange):
     short_help="Run an agent beside an engine.",
     context_settings={"auto_envvar_prefix": "ROLLOUTCTL_AGENT"},
 )
-@click.option(
-    "--config",
-    type=click.Path(path_type=Path),
-    is_eager=True,
-    expose_value=False,
-    callback=read_config_file,
-    help="File with options (TOML). The command line and the environment come before it.",
-)
-@click.option("--print-config", is_flag=True, help="Print such a file with all options as they are now, and exit.")
 @click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help=BUS_HELP)
 @click.option("--key", "keys", type=_PATH, envvar="ROLLOUTCTL_KEY_FILE", help="File with this agent's key.")
 @click.option(
@@ -226,7 +218,6 @@ def agent(
     mode: str,
     observe: bool,
     state_dir: Path | None,
-    print_config: bool,
     faults: Path | None,
     drain: float | None,
     rejoin: bool,
@@ -246,9 +237,6 @@ def agent(
         --launch -- python -m sglang.launch_server --model-path /m --port 30000
     """
     context = click.get_current_context()
-    if print_config:
-        click.echo(config_text(context))
-        return
     assigned = _assigned(state_dir, options, bus, keys) if options["replica"] == AUTO else None
     state_dir = assigned.parent if assigned is not None else state_dir
     identity = _identity(options, gpus_per_node, RolloutMode.OBSERVED if observe else RolloutMode(mode))
@@ -389,11 +377,21 @@ def _serve_metrics(node: Agent, address: str) -> None:
     logger.info("agent %s: metrics at %s", node.identity.agent, served)
 
 
+def _require_trusted(file: Path) -> None:
+    """Raise ConfigError if any user of the machine may have written a file that names commands to run."""
+    mode = os.stat(file).st_mode
+    if stat.S_ISREG(mode) and mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"every user of this machine can write {file} (mode {stat.S_IMODE(mode):04o}), and it can name commands "
+            f"that are run here. Look at what it says, then run `chmod o-w {file}`"
+        )
+
+
 def _profiler(options: dict[str, Any]) -> ProfilerConfig:
     """What this node needs of the profiler configuration: folder of traces, hook, and what the engine records."""
     config = ProfilerConfig(plan=ProfilePlan(enabled=False))
     if options["profiler"] is not None:
-        require_trusted(options["profiler"])
+        _require_trusted(options["profiler"])
         config, warnings = read_config(options["profiler"])
         for warning in warnings:
             logger.warning("%s: %s", options["profiler"], warning)

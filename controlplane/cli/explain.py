@@ -1,16 +1,15 @@
 """`rolloutctl profile explain`: print a profiling configuration, and what follows from it. Contacts no bus."""
 
-from collections.abc import Iterable, Iterator
-from itertools import groupby
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
 from controlplane.cli.command_line import Command
 from controlplane.machine.profiling import sessions
-from schemas.commands import ProfilePlan, TorchMemory
-from schemas.formatting import one_line
-from schemas.identity import GPUS_PER_NODE_MAX, NODES_MAX, ROLLOUT, Identity
+from schemas.commands import ProfilePlan
+from schemas.formatting import format_list, one_line
+from schemas.identity import ROLLOUT, Identity
 from schemas.profiler.config import ConfigReading, ProfilerConfig, read_verl_config
 from schemas.profiler.settings import Layout, RankUnit
 from schemas.selection import ENGINE_TOOLS, trace_directory
@@ -32,16 +31,8 @@ STEP, UNIT = 987_654_321, 987_654_322
     type=click.Choice(["step", "verl_step", "verl"]),
     help="With --verl: how trace directories are named.  [default: step]",
 )
-@click.option(
-    "--gpus-per-replica",
-    type=click.IntRange(1, NODES_MAX * GPUS_PER_NODE_MAX),
-    metavar="N",
-    help="Name the replicas that own the ranks.",
-)
-def explain(
-    file: Path, as_verl: bool, ranks: RankUnit | None, layout: Layout | None, gpus_per_replica: int | None
-) -> None:
-    """Print what FILE means as our own YAML, and in comments its sessions, replicas and trace directories.
+def explain(file: Path, as_verl: bool, ranks: RankUnit | None, layout: Layout | None) -> None:
+    """Print what FILE means as our own YAML, and in comments its sessions and trace directories.
 
     The output is a configuration itself. Warnings come last, on stderr. No bus is contacted, and nothing is profiled.
     """
@@ -54,33 +45,26 @@ def explain(
     else:
         config, warnings = ConfigReading(ProfilerConfig.from_yaml(file), [])
     click.echo(yaml_text(config), nl=False)
-    for note in notes(config, gpus_per_replica):
+    for note in notes(config):
         click.echo(one_line(f"# {note}"))
     for warning in warnings:
         click.echo(one_line(f"warning: {warning}"), err=True)
 
 
-def notes(config: ProfilerConfig, gpus_per_replica: int | None = None) -> Iterator[str]:
-    """Yield what follows from a configuration. `gpus_per_replica` is None if unknown."""
+def notes(config: ProfilerConfig) -> Iterator[str]:
+    """Yield what follows from a configuration."""
     opened = sessions(config)
-    yield f"sessions: {len(opened)}, at steps {_listed(opened)}" if opened else "sessions: none"
+    yield f"sessions: {len(opened)}, at steps {format_list(opened)}" if opened else "sessions: none"
     for role, plan in [(ROLLOUT, config.plan), *sorted(config.roles.items())]:
         if not plan.enabled:
             continue
         if role == ROLLOUT and plan.tool not in ENGINE_TOOLS:
             yield f"{role}: not recorded, since no engine runs {plan.tool}: agents answer skipped(tool_unsupported)"
             continue
-        if role == ROLLOUT and plan.ranks and gpus_per_replica:
-            owners = {rank // gpus_per_replica for rank in plan.ranks}
-            yield f"{role}: replicas {_listed(owners | (plan.replicas or frozenset()))}"
         if plan.tool == "nsys":
             yield f"{role}: nsys writes its own report, which is not moved"
         else:
             yield f"{role}: traces in {_directory(role, plan, config.save_path)}"
-        if isinstance(plan.options, TorchMemory):
-            recorded = [step for step in opened if plan.steps is None or step in plan.steps]
-            if left := len(recorded) % plan.options.snapshot_steps:
-                yield f"{role}: sessions at the end without a snapshot: {left}"
 
 
 def _directory(role: str, plan: ProfilePlan, root: str) -> str:
@@ -88,12 +72,3 @@ def _directory(role: str, plan: ProfilePlan, root: str) -> str:
     place = place.replace(f"/.step_{STEP}", "").replace(str(STEP), "<N>").replace(str(UNIT), "<R>")
     below = root.rstrip("/") or "the traces' root of each agent"
     return f"{below}/" if place == "." else f"{below}/{place}/"
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    """`0, 4` or `1, 5-8`."""
-    items: list[str] = []
-    for _, pairs in groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0]):
-        run = [number for _, number in pairs]
-        items += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
-    return ", ".join(items)

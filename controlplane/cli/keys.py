@@ -1,4 +1,4 @@
-"""`rolloutctl keys`: make, show, replace and revoke the keys of a bus. A running bus sees each change by itself."""
+"""`rolloutctl keys`: make, show and revoke the keys of a bus. A running bus sees each change by itself."""
 
 from pathlib import Path
 
@@ -22,10 +22,9 @@ _folder = click.option(
     help="Folder of the bus's keys, on the trainer's machine.",
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-_finish = click.option("--finish", is_flag=True, help="End it: from now on only the new key is accepted.")
 
 
-@click.group(cls=Group, short_help="Make, show, replace and revoke the keys of a bus.")
+@click.group(cls=Group, short_help="Make, show and revoke the keys of a bus.")
 def keys() -> None:
     """Keep the keys of a bus, in a folder on the trainer's machine.
 
@@ -72,14 +71,14 @@ def new(folder: KeyFolder, names: tuple[str, ...], role: KeyRole, places: tuple[
 @_json
 def list_keys(folder: KeyFolder, as_json: bool) -> None:
     """Show the bus's public key, the keys that may come in, and those that were revoked. Shows no secret."""
-    servers = folder.servers()
+    server = folder.server_pair().public
     allowed, revoked = folder.keys()
     if as_json:
-        click.echo(json_text({"servers": servers, "allowed": allowed, "revoked": revoked}))
+        click.echo(json_text({"server": server, "allowed": allowed, "revoked": revoked}))
         return
-    click.echo(f"bus  {servers[0]}" + "".join(f"\nnext {server}" for server in servers[1:]))
+    click.echo(f"bus  {server}")
     for key in allowed:
-        click.echo(_line(key, "being replaced" if len(key.public) > 1 else ""))
+        click.echo(_line(key, ""))
     for key in revoked:
         click.echo(_line(key, "revoked"))
 
@@ -92,42 +91,6 @@ def revoke(folder: KeyFolder, names: tuple[str, ...]) -> None:
     for name in names:
         folder.revoke(name)
         click.echo(f"{name}: revoked")
-
-
-@keys.command(short_help="Replace a key while the run goes on.")
-@_folder
-@click.argument("name", required=False)
-@click.option("--server", is_flag=True, help="Replace the bus's own key.")
-@_finish
-def rotate(folder: KeyFolder, name: str | None, server: bool, finish: bool) -> None:
-    """Replace a peer's key, or the bus's own, in two steps; no agent restarts.
-
-    \b
-    A peer's:  keys rotate NAME; put the new file in the place of the old one on its node; keys rotate NAME --finish
-    The bus's: keys rotate --server; put the new files on all nodes; keys rotate --server --finish; restart the trainer
-
-    A running agent sees that its file has changed, and connects again with the new key.
-    """
-    if (name is None) == (not server):
-        raise ConfigError("name one key, or say --server")
-    if name is not None and not finish:
-        until = f"the old key is accepted until `keys rotate {name} --finish`"
-        click.echo(one_line(f"{name}: {folder.rotate(name)}  ({until})"))
-    elif name is not None:
-        folder.finish(name)
-        click.echo(f"{name}: only the new key is accepted")
-    elif not finish:
-        public, changed = folder.rotate_server()
-        click.echo(f"bus: the next key is {public}")
-        _print_changed(changed)
-    else:
-        _print_changed(folder.finish_server())
-        click.echo("bus: the new key is used from the next start of the trainer on")
-
-
-def _print_changed(files: list[Path]) -> None:
-    for file in files:
-        click.echo(one_line(f"changed {file}"))
 
 
 def _line(key: AllowedKey, note: str) -> str:

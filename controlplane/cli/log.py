@@ -1,4 +1,4 @@
-"""`rolloutctl log`: show, verify and replay a recorded run. What keeps one small is in `controlplane.cli.retention`."""
+"""`rolloutctl log`: show, verify and replay a recorded run."""
 
 import threading
 from collections.abc import Iterator
@@ -12,9 +12,7 @@ from msgspec.structs import asdict
 from controlplane.analysis.invariants import verify
 from controlplane.analysis.log_lines import format_decision, json_line
 from controlplane.cli.command_line import Group, note_problem
-from controlplane.cli.journals import agent_of_journal, is_journal, walk_journal
 from controlplane.cli.replay_log import replay_file
-from controlplane.cli.retention import archive, prune
 from controlplane.record.entries import LogEntry, LogItem, LogMark
 from controlplane.record.follow import follow
 from controlplane.record.log import RunLog
@@ -32,7 +30,7 @@ FOLLOW_S: Final = 0.2
 
 @click.group(cls=Group, short_help="Show, verify, replay and keep recorded runs.")
 def log() -> None:
-    """Read a recorded run, even while it is being written, or an archive of one; or the journal of an agent."""
+    """Read a recorded run, even while it is being written."""
 
 
 @log.command(short_help="Print every decision.")
@@ -46,7 +44,7 @@ def show(file: Path, as_json: bool, agent: str | None, kind: str | None, start: 
     """Print what each agent and the coordinator saw and decided, in the order of the log."""
     shown, agents, kinds = 0, set[str](), set[str]()
     wait = partial(threading.Event().wait, FOLLOW_S)
-    for entry in follow(file, start, wait) if following else _read(file, start):
+    for entry in follow(file, start, wait) if following else RunLog.read(file, start):
         agents.add(entry.agent or "bus")
         kinds.add(entry.kind)
         if agent not in (None, entry.agent or "bus") or kind not in (None, entry.kind):
@@ -57,12 +55,6 @@ def show(file: Path, as_json: bool, agent: str | None, kind: str | None, start: 
         why = _why_nothing(file, start, agent, agents, kind, kinds)
         click.echo(one_line(f"rolloutctl: nothing to show: {why}"), err=True)
         click.get_current_context().exit(1)
-
-
-def _read(file: Path, start: int) -> Iterator[LogEntry]:
-    if not is_journal(file):
-        return RunLog.read(file, start)
-    return (entry for entry in walk_journal(file, start) if isinstance(entry, LogEntry))
 
 
 def _why_nothing(file: Path, start: int, agent: str | None, agents: set[str], kind: str | None, kinds: set[str]) -> str:
@@ -81,18 +73,13 @@ def _why_nothing(file: Path, start: int, agent: str | None, agents: set[str], ki
 @_json
 def verify_command(file: Path, as_json: bool) -> None:
     """Check every record, and the invariants that hold in every run. The exit code is 1 if something is wrong."""
-    if is_journal(file):
-        what, names = f"journal of agent {agent_of_journal(file)}", {"agent": agent_of_journal(file)}
-        reading = _Reading(walk_journal(file))
-    else:
-        run = RunLog.header(file).run
-        what, names, reading = f"run {run}", {"run": run}, _Reading(RunLog.walk(file))
+    run, reading = RunLog.header(file).run, _Reading(RunLog.walk(file))
     found = list(verify(reading))
     damage = "; ".join(reading.damage) or None
     if found or damage is not None:
         note_problem()
     if as_json:
-        result = {**names, "records": reading.records, "damage": damage, "violations": found}
+        result = {"run": run, "records": reading.records, "damage": damage, "violations": found}
         click.echo(json_text(result))
     else:
         for violation in found:
@@ -100,7 +87,7 @@ def verify_command(file: Path, as_json: bool) -> None:
         if damage is not None:
             click.echo(one_line(f"damaged: {damage}"))
         violations = f"{len(found)} violations" if found else "no violations"
-        click.echo(one_line(f"{what}: {reading.records} decisions read, {violations}"))
+        click.echo(one_line(f"run {run}: {reading.records} decisions read, {violations}"))
 
 
 class _Reading:
@@ -134,9 +121,6 @@ def replay_command(file: Path, as_json: bool) -> None:
         click.get_current_context().exit(1)
     if as_json:
         click.echo(json_text({"same": True, **asdict(replayed)}))
-    elif is_journal(file):
-        what = f"{replayed.compared} decisions of agent {agent_of_journal(file)}"
-        click.echo(one_line(f"replayed {what}: all are the same (state {replayed.state[:16]})"))
     else:
         click.echo(str(replayed))
 
@@ -144,7 +128,3 @@ def replay_command(file: Path, as_json: bool) -> None:
 def _line(entry: LogEntry) -> str:
     moment = time_with_zone(entry.at_ns / 1e9)
     return f"{entry.position:>7}  {moment}  {entry.agent or 'bus':<6} {format_decision(entry)}"
-
-
-for command in (prune, archive):
-    log.add_command(command)

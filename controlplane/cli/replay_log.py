@@ -5,7 +5,6 @@ from pathlib import Path
 
 from msgspec.msgpack import Decoder
 
-from controlplane.cli.journals import check_journal_logic, is_journal, walk_journal
 from controlplane.record.entries import LogEntry, LogItem, LogMark
 from controlplane.record.log import RunLog
 from controlplane.replay.replayer import Replayed, Replayer
@@ -28,16 +27,13 @@ def replay_log(entries: Iterable[LogItem]) -> Replayed:
 
 
 def replay_file(path: Path) -> Replayed:
-    """Make every decision of a log's file again, or of an agent's journal.
+    """Make every decision of a log's file again.
 
     Raises:
         LogError: Another version of the decision logic wrote the file; it would differ for that reason alone.
         ReplayDiffers: A decision is different today.
         LogCorrupt: The file is damaged.
     """
-    if is_journal(path):
-        check_journal_logic(path)
-        return replay_log(walk_journal(path))
     RunLog.check_logic(path)
     return replay_log(RunLog.walk(path))
 

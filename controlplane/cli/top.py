@@ -16,15 +16,14 @@ from msgspec.structs import replace
 from rich.console import Group
 from rich.live import Live
 
-from controlplane.bus.operator import ask_status, submit, sync
+from controlplane.bus.operator import ask_status, submit
 from controlplane.cli import interrupt
 from controlplane.cli.command_line import Command
 from controlplane.cli.operate import bus_option, keys_option
 from controlplane.cli.tables import Screen
 from controlplane.cli.top_screen import Confirmed, TopView, keys_in, press, summary_of, top_screen
-from schemas.commands import Checkpoint
 from schemas.errors import ConfigError, RolloutctlError
-from schemas.reports import FleetStatus, Report, SyncReport
+from schemas.reports import FleetStatus
 from schemas.transport.keys import KeySource
 
 TIMEOUT_S: Final = 30.0
@@ -38,8 +37,7 @@ TIMEOUT_S: Final = 30.0
 def top(bus: str, keys: KeySource | None, every: float) -> None:
     """Show the fleet of a running bus, live: agents in trouble first, open commands, and the last failures.
 
-    Keys select a replica, pause and resume it, sync the fleet to a checkpoint, and open or close a profiling session.
-    Each command asks before it is sent. An observer's key only looks. q ends.
+    Keys select a replica, pause and resume it. Each command asks before it is sent. An observer's key only looks.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()) or Screen().is_dumb_terminal:
         raise ConfigError("top needs a terminal. Into a pipe or a file, `rolloutctl status` prints lines")
@@ -120,10 +118,7 @@ class _Top:
 
     async def _publish(self, order: Confirmed) -> None:
         try:
-            if isinstance(order.command, Checkpoint):
-                report: Report | SyncReport = await sync(self._bus, order.command.path, keys=self._keys)
-            else:
-                report = await submit(self._bus, order.command, order.target, TIMEOUT_S, self._keys)
+            report = await submit(self._bus, order.command, order.target, TIMEOUT_S, self._keys)
         except RolloutctlError as error:
             self._show(message=(str(error),), trouble=True)
         else:

@@ -11,36 +11,33 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from schemas.commands import Checkpoint, EngineCommand, ProfileCommand, ProfilePlan, Target
+from schemas.commands import EngineCommand, Target
 from schemas.formatting import one_line
-from schemas.identity import NUMBER_MAX, ROLLOUT, identity_of
-from schemas.reports import INSECURE, AgentLine, FleetStatus, Report, SyncReport
+from schemas.identity import ROLLOUT, identity_of
+from schemas.reports import INSECURE, AgentLine, FleetStatus, Report
 
-KEYS: Final = "↑↓ replica  a all  p pause  r resume  s sync  o open or close a profiling session  q quit"
-KEYS_SHORT: Final = "↑↓ replica  a all  p pause  r resume  s sync  o profile  q quit"
+KEYS: Final = "↑↓ replica  a all  p pause  r resume  q quit"
 KEYS_READ_ONLY: Final = "↑↓ replica  a all  q quit   this key may read, and not command"
 READ_ONLY: Final = "this is an observer's key: it may read the status, and not command. Nothing was sent"
 WIDE: Final = 120
-"""Columns from which on hosts and engines are shown, and the keys in full."""
+"""Columns from which on hosts and engines are shown."""
 LINES_MAX: Final = 4
 """Lines of each list below the table."""
 ROWS_MIN: Final = 3
-PATH_MAX: Final = 1000
-_STEP_DIGITS: Final = len(str(NUMBER_MAX)) - 1
 _ESCAPES: Final = {
     **{"\x1b[A": "up", "\x1bOA": "up", "\x1b[B": "down", "\x1bOB": "down"},
-    **{"\r": "enter", "\n": "enter", "\x1b": "escape", "\x7f": "backspace", "\b": "backspace"},
+    **{"\r": "enter", "\n": "enter", "\x1b": "escape"},
 }
 
-_PLAIN: Final[dict[str, "Question"]] = {"p": "pause", "r": "resume", "s": "sync"}
+Question = Literal["pause", "resume"]
 
-Question = Literal["pause", "resume", "sync", "profile start", "profile stop"]
+QUESTIONS: Final[dict[str, Question]] = {"p": "pause", "r": "resume"}
 
 
 class Confirmed(Struct, frozen=True):
-    """A command that the operator has confirmed; a checkpoint is one to sync the whole fleet to."""
+    """A command that the operator has confirmed."""
 
-    command: EngineCommand | ProfileCommand | Checkpoint
+    command: EngineCommand
     target: Target
 
 
@@ -50,14 +47,12 @@ class TopView(Struct, frozen=True, kw_only=True):
     Attributes:
         replica: The selected one; None for all.
         question: A command that waits to be confirmed.
-        typed: Its profiling step, or the checkpoint of a sync, as typed.
         trouble: Whether it ended badly.
         silent: Why the bus did not answer last time; empty if it did.
     """
 
     replica: int | None = None
     question: Question | None = None
-    typed: str = ""
     message: tuple[str, ...] = ()
     trouble: bool = False
     silent: str = ""
@@ -82,44 +77,20 @@ def press(view: TopView, key: str, fleet: FleetStatus) -> tuple[TopView, Confirm
         return replace(view, replica=_neighbour(fleet, view.replica, 1 if key in ("down", "j") else -1)), None
     if key in ("a", "escape"):
         return replace(view, replica=None), None
-    if key not in ("p", "r", "s", "o"):
+    if key not in QUESTIONS:
         return view, None
     if fleet.read_only:
         return replace(view, message=(READ_ONLY,), trouble=True), None
-    if key != "o":
-        return replace(view, question=_PLAIN[key]), None
-    step = _open_session(fleet, view.replica)
-    if step is not None:
-        return replace(view, question="profile stop", typed=str(step)), None
-    return replace(view, question="profile start", typed=str(fleet.version)), None
+    return replace(view, question=QUESTIONS[key]), None
 
 
 def _answer(view: TopView, question: Question, key: str) -> tuple[TopView, Confirmed | None]:
-    typed = view.typed
-    if question in ("profile start", "sync"):
-        if key == "backspace":
-            return replace(view, typed=typed[:-1]), None
-        if len(key) == 1 and key.isprintable() and (question == "sync" or key in "0123456789"):
-            return replace(view, typed=(typed + key)[: _STEP_DIGITS if question != "sync" else PATH_MAX]), None
-    view = replace(view, question=None, typed="")
-    if key != "enter" or (question in ("profile start", "sync") and not typed):
+    view = replace(view, question=None)
+    if key != "enter":
         return replace(view, message=("nothing was sent",), trouble=False), None
     target = Target(replicas=None if view.replica is None else frozenset([view.replica]))
-    return replace(view, message=(f"{question}: sent",), trouble=False), Confirmed(_command(question, typed), target)
-
-
-def _command(question: Question, typed: str) -> EngineCommand | ProfileCommand | Checkpoint:
-    match question:
-        case "pause":
-            return EngineCommand(operation="pause", mode="abort")
-        case "resume":
-            return EngineCommand(operation="resume")
-        case "sync":
-            return Checkpoint(typed)
-        case "profile start":
-            return ProfileCommand(action="start", step=int(typed), plan=ProfilePlan())
-        case "profile stop":
-            return ProfileCommand(action="stop", step=int(typed))
+    order = Confirmed(EngineCommand(operation=question), target)
+    return replace(view, message=(f"{question}: sent",), trouble=False), order
 
 
 def _neighbour(fleet: FleetStatus, replica: int | None, by: int) -> int | None:
@@ -132,27 +103,17 @@ def _neighbour(fleet: FleetStatus, replica: int | None, by: int) -> int | None:
     return order[max(0, min(order.index(replica) + by, len(order) - 1))]
 
 
-def _open_session(fleet: FleetStatus, replica: int | None) -> int | None:
-    """The step of a session that is open on the selected agents."""
-    for line in fleet.agents:
-        if replica in (None, _replica(line)) and line.status is not None and line.status.profiling_step is not None:
-            return line.status.profiling_step
-    return None
-
-
 def _replica(line: AgentLine) -> int | None:
     """None for a training rank."""
     identity = identity_of(line.agent)
     return identity.replica if identity.role == ROLLOUT else None
 
 
-def summary_of(report: Report | SyncReport) -> tuple[tuple[str, ...], bool]:
+def summary_of(report: Report) -> tuple[tuple[str, ...], bool]:
     """Return what the screen says about a report, and whether it is bad news."""
     lines = [line.text for line in report.lines()]
     more = [f"  … {len(lines) - LINES_MAX + 1} more lines"] if len(lines) > LINES_MAX else []
     shown = lines[: LINES_MAX - len(more)]
-    if isinstance(report, SyncReport):
-        return (*shown, *more), report.status != "committed" or report.flawed
     return (*shown, *more), bool(report.failed or report.missing or report.matched_nothing)
 
 
@@ -189,21 +150,12 @@ def _headline(fleet: FleetStatus) -> str:
 
 def _asked(view: TopView) -> str:
     target = "all replicas" if view.replica is None else f"replica {view.replica}"
-    match view.question:
-        case "pause":
-            return f"pause {target} (running requests are aborted)?  Enter: yes, other keys: no"
-        case "sync":
-            return f"sync all replicas to the checkpoint: {view.typed}_  Enter: yes, Esc: no"
-        case "profile start":
-            return f"profile {target} as step {view.typed}_  Enter: yes, digits: another step, other keys: no"
-        case "profile stop":
-            return f"stop profiling {target}, step {view.typed}?  Enter: yes, other keys: no"
-        case question:
-            return f"{question} {target}?  Enter: yes, other keys: no"
+    what = " (running requests are aborted)" if view.question == "pause" else ""
+    return f"{view.question} {target}{what}?  Enter: yes, other keys: no"
 
 
 def _keys_line(fleet: FleetStatus, view: TopView, width: int) -> str:
-    keys = KEYS_READ_ONLY if fleet.read_only else KEYS if width >= WIDE else KEYS_SHORT
+    keys = KEYS_READ_ONLY if fleet.read_only else KEYS
     return f"{keys}   [{'all' if view.replica is None else f'replica {view.replica}'}]".ljust(width)
 
 

@@ -13,8 +13,6 @@ from schemas.agent_status import AgentStatus, RequestCounts
 
 KeyRole = Literal["agent", "operator", "observer"]
 """`agent` joins the fleet, `operator` reads the status, publishes commands and syncs weights, `observer` only reads."""
-KeyAge = Literal["only", "new", "old"]
-"""While a key is being replaced there are a new one and an old one of the same name, which may do the same."""
 
 PLACES_NAMED: Final = 8
 """Places of a key that a refusal names: it must fit into a message."""
@@ -37,13 +35,11 @@ class Grant(Struct, frozen=True, kw_only=True):
         role: Its role.
         places: Of an agent's key: the agents it may be. `0.1` is one node, `0` every node of replica 0, `actor` every
             rank of that role. Empty for any.
-        age: Which of the keys of that name it is.
     """
 
     name: str
     role: KeyRole
     places: tuple[str, ...] = ()
-    age: KeyAge = "only"
 
 
 def refusal(grant: Grant, message: wire.Upward | wire.Operator, agent: str | None) -> str:

@@ -1,6 +1,6 @@
 """Bodies of the records in a run's log.
 
-    map      event, effects                         a decision of the coordinator, or of an agent in its own journal
+    map      event, effects                         a decision of the coordinator
     array    journal, first, events, effects        decisions of an agent that follow each other, an upload
     array    journal, number, state                 the state of an agent
     0x78 …   one of those, compressed by zlib
@@ -11,6 +11,7 @@ body, so compression leaves a few bytes of each decision.
 
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Final
 
 from msgspec import Meta, Raw, Struct
@@ -21,7 +22,7 @@ from controlplane.record.entries import LogEntry
 from schemas.errors import LogCorrupt
 from schemas.events import Decision
 from schemas.identity import Count, Name, Positive
-from schemas.storage.records import Record, RecordReader
+from schemas.storage.records import Record
 from schemas.wire import DECODE_ERRORS, decision_decoder, encode
 
 STATE: Final = ""
@@ -69,36 +70,22 @@ def upload_body(journal: str, first: int, decisions: Sequence[Decision]) -> byte
     return deflated(encode(UploadBody(journal, first, events, [decision.effects for decision in decisions])))
 
 
-def read_entries(record: Record, journal: str = "") -> list[LogEntry]:
-    """Return the decisions of a record. Raises LogCorrupt."""
+def read_entries(record: Record, path: Path) -> list[LogEntry]:
+    """Return the decisions of a record of a log, none of an agent's state. Raises LogCorrupt."""
     try:
+        if record.kind == STATE:
+            return []
         encoded = inflated(record.body)
-        if journal or not record.agent:
-            decision = decision_decoder.decode(encoded)
-            return [_entry(record, record.kind, journal, record.position if journal else 0, decision)]
+        if not record.agent:
+            return [_entry(record, record.kind, decision_decoder.decode(encoded))]
         body = _upload_decoder.decode(encoded)
         return [
-            _entry(record, _tag_decoder.decode(event).type, body.journal, number, Decision(event, effects))
+            _entry(record, _tag_decoder.decode(event).type, Decision(event, effects), body.journal, number)
             for number, (event, effects) in enumerate(zip(body.events, body.effects, strict=True), body.first)
         ]
     except (*DECODE_ERRORS, zlib.error, ValueError) as error:
-        raise LogCorrupt(f"record {record.position} is no decision ({error})", record.position) from error
-
-
-class EntryReader:
-    """Decodes the records of a log, or of an agent's journal, whose records are its decisions."""
-
-    def __init__(self, reader: RecordReader) -> None:
-        self._path, self._journal = reader.path, reader.header.get("journal", "")
-
-    def read(self, record: Record) -> list[LogEntry]:
-        """Return the decisions of a record, none of an agent's state. Raises LogCorrupt."""
-        if record.kind == STATE:
-            return []
-        try:
-            return read_entries(record, self._journal)
-        except LogCorrupt as error:
-            raise LogCorrupt(f"{self._path}: {error}", record.position) from error
+        text = f"{path}: record {record.position} is no decision ({error})"
+        raise LogCorrupt(text, record.position) from error
 
 
 def newest_decision(record: Record) -> tuple[str, int]:
@@ -107,7 +94,7 @@ def newest_decision(record: Record) -> tuple[str, int]:
     return body.journal, body.first + len(body.events) - 1
 
 
-def _entry(record: Record, kind: str, journal: str, number: int, decision: Decision) -> LogEntry:
+def _entry(record: Record, kind: str, decision: Decision, journal: str = "", number: int = 0) -> LogEntry:
     return LogEntry(
         position=record.position,
         at_ns=record.at_ns,

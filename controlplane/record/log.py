@@ -27,10 +27,8 @@ from msgspec import MsgspecError, Struct, convert
 
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
 from controlplane.machine.events import AnswersReceived, CoordinatorEffect, CoordinatorEvent, Publish, Retired
-from controlplane.record.archive import open_records, rename_previous_log
 from controlplane.record.bodies import (
     STATE,
-    EntryReader,
     StateBody,
     check_kind,
     decision_body,
@@ -43,7 +41,8 @@ from controlplane.record.bodies import (
 )
 from controlplane.record.entries import AgentMark, LogEntry, LogItem, LogMark, coordinator_event_decoder
 from controlplane.record.marks import decode_mark, decode_state, encode_mark
-from schemas.errors import ConfigError, LogCorrupt, LogError, LogFull, LogLocked, WireError
+from controlplane.record.previous import rename_previous_log
+from schemas.errors import ConfigError, LogCorrupt, LogError, LogLocked, WireError
 from schemas.storage.database import Durability
 from schemas.storage.record_copy import RecordCopy, has_copy, put_aside
 from schemas.storage.record_file import RecordFile
@@ -166,7 +165,7 @@ class RunLog:
     @staticmethod
     def header(path: str | os.PathLike[str]) -> RunHeader:
         """Return the header of a log. Raises LogError or LogCorrupt."""
-        with open_records(path) as reader:
+        with RecordReader.open(path) as reader:
             return _read_header(reader)
 
     @staticmethod
@@ -187,64 +186,26 @@ class RunLog:
             LogError: The file can't be read, or is no log.
             LogCorrupt: At the first damaged record, after all those before it.
         """
-        with open_records(path) as reader:
+        with RecordReader.open(path) as reader:
             _read_header(reader)
-            entries = EntryReader(reader)
             for record in reader.records(start):
-                yield from entries.read(record)
+                yield from read_entries(record, reader.path)
 
     @staticmethod
     def walk(path: str | os.PathLike[str]) -> Iterator[LogItem]:
         """Yield all records and marks, each mark after its record. A damaged mark is yielded too. Raises as `read`."""
-        with open_records(path) as reader:
+        with RecordReader.open(path) as reader:
             _read_header(reader)
-            marks, entries = deque(reader.mark_positions()), EntryReader(reader)
+            marks = deque(reader.mark_positions())
             for record in reader.records():
                 while marks and marks[0] < record.position:
                     yield _mark(reader, marks.popleft())
                 if record.kind == STATE:
                     yield from _agent_mark(record)
                 else:
-                    yield from entries.read(record)
+                    yield from read_entries(record, reader.path)
             for position in marks:
                 yield _mark(reader, position)
-
-    @staticmethod
-    def prune(
-        path: str | os.PathLike[str],
-        *,
-        before: int | None = None,
-        bytes_max: int | None = None,
-        age_max_s: int | None = None,
-    ) -> int:
-        """Drop the oldest records of a log that no bus writes, and give their space back.
-
-        What is dropped ends at a mark, so that the log begins with one and can still be replayed and continued. Raises
-        LogError.
-
-        Args:
-            path: Of the log.
-            before: Keep the records from this position on, at least.
-            bytes_max: Drop as many as the file has too much.
-            age_max_s: Drop records that are older.
-
-        Returns:
-            How many records were dropped.
-        """
-        with open_records(path) as reader:  # a missing file is not created, and an archive not overwritten
-            _read_header(reader)
-        with RecordFile.open(path) as file:
-            first = file.first_position
-            cut = _find_cut(file, bytes_max, age_max_s, wall_clock_ns())
-            if before is not None:
-                cut = max((mark for mark in file.mark_positions() if first <= mark < before), default=None)
-            if cut is None:
-                return 0
-            file.drop_before(cut + 1)
-            file.commit()
-            with suppress(LogFull):  # then the space is used for the records to come
-                file.compact()
-            return cut + 1 - first
 
     @property
     def continues(self) -> str:
@@ -400,7 +361,7 @@ class RunLog:
                     journal, number = newest_decision(record)
                     self._recorded.setdefault(record.agent, {})[journal] = number
                     continue
-                (entry,) = read_entries(record)
+                (entry,) = read_entries(record, self.path)
                 event = coordinator_event_decoder.decode(entry.event)
                 self.state, effects = decide(self.state, event)
                 if isinstance(event, AnswersReceived):

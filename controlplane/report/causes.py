@@ -61,7 +61,7 @@ class Causes:
             else:
                 self.dropped += 1
         cause.until_ns = now_ns
-        cause.add_member(name, self._fleet.last_heard(name))
+        cause.members.add(name)
         cause.hosts.add(agent.member.hello.host)
         heard_ns, unanswered = self._silent.pop(name, (agent.heard_ns, None))
         if unanswered is not None and heard_ns == agent.heard_ns:
@@ -110,21 +110,21 @@ class Causes:
         if reason != "engine_down" and agent in self._away:
             return self._away[agent]
         if reason != "deadline":
-            return self._other(_Key(kind, reason, whose=agent), summary, heard=self._fleet.last_heard(agent))
+            return self._other(_Key(kind, reason, whose=agent), summary)
         heard_ns, (before_ns, unanswered) = self._fleet.heard_ns(agent), self._silent.get(agent, (0, None))
         if unanswered is None or before_ns != heard_ns:
             if unanswered is not None:
                 self._settle(unanswered)
-            unanswered = _began(_Key(kind, reason, whose=agent), summary, heard=self._fleet.last_heard(agent))
+            unanswered = _began(_Key(kind, reason, whose=agent), summary)
             self._silent[agent] = heard_ns, unanswered
         return unanswered
 
-    def _other(self, key: _Key, summary: CommandSummary, message: str = "", heard: str = "") -> Cause | None:
+    def _other(self, key: _Key, summary: CommandSummary, message: str = "") -> Cause | None:
         cause = self._others.get(key)
         if cause is None and not key.whose and len(self._others) >= MAX_CAUSES:
             self.dropped += 1
         elif cause is None:
-            cause = self._others[key] = _began(key, summary, message, heard)
+            cause = self._others[key] = _began(key, summary, message)
         return cause
 
     def _settle(self, unanswered: Cause) -> None:
@@ -142,10 +142,10 @@ def explain(causes: Iterable[Cause], replica: int, version: int) -> Cause | None
     return next((cause for cause in causes if (replica, version) in cause.syncs), None)
 
 
-def _began(key: _Key, summary: CommandSummary, message: str = "", heard: str = "") -> Cause:
+def _began(key: _Key, summary: CommandSummary, message: str = "") -> Cause:
     if len(message) > MAX_TEXT:
         message = f"{message[:MAX_TEXT]}… ({len(message)} characters)"
     cause = Cause(kind=key.kind, reason=key.reason, message=message, at_ns=summary.at_ns)
     if key.whose:
-        cause.add_member(key.whose, heard)
+        cause.members.add(key.whose)
     return cause

@@ -1,16 +1,14 @@
 """Reads a log in one pass, and passes each record on to what keeps it for the report of the run. Pure.
 
-The fleet's history is kept by `fleet_history`, commands and what came of them by `totals`. The state of engines is
+The fleet's history is kept by `fleet_history`, commands and what came of them by `totals`. Restarts of engines are
 taken from their agents' own records, as far as the log has them.
 """
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Final
 
 from controlplane.analysis.findings import ObservedFleet
 from controlplane.analysis.invariants import verify
-from controlplane.analysis.log_lines import format_observation
 from controlplane.machine import events as bus_events
 from controlplane.machine.coordinator_state import CoordinatorState
 from controlplane.machine.stops import stopped_replicas
@@ -19,19 +17,14 @@ from controlplane.record.marks import decode_state
 from controlplane.report.causes import Causes, explain
 from controlplane.report.fleet_history import FleetHistory
 from controlplane.report.game_day import GameDay
-from controlplane.report.model import Cause, CommandSummary, Latencies
-from controlplane.report.totals import MAX_FAILURES, RunReport, Totals
+from controlplane.report.model import CommandSummary
+from controlplane.report.totals import RunReport, Totals
 from schemas.commands import EpochStart, WeightSync
 from schemas.errors import DecisionUnreadable, LogCorrupt
-from schemas.events import Answer, Effect, EngineObserved, EngineReturned, Event, Observation, Perform, Started
 from schemas.formatting import agent_order, describe, format_replicas, is_trouble
 from schemas.identity import agent_of, identity_of
-from schemas.outcomes import Failed
 from schemas.reports import Report, SyncReport
 from schemas.wire import decode_command
-
-MAX_ENGINES: Final = 8 * MAX_FAILURES
-"""States of engines after a failure."""
 
 
 def collect(entries: Iterable[LogItem]) -> RunReport:
@@ -61,7 +54,7 @@ class _Collector:
     def _begin(self, state: CoordinatorState | None) -> None:
         """The log begins with this state."""
         self._fleet, self._observed = FleetHistory(state), ObservedFleet(state)
-        self._causes, self._engines = Causes(self._fleet), _Engines(self._fleet)
+        self._causes = Causes(self._fleet)
 
     def pass_through(self, entries: Iterable[LogItem]) -> Iterator[LogItem]:
         """Add each entry, and yield it."""
@@ -88,8 +81,6 @@ class _Collector:
         report.causes, report.left_out["causes"] = self._causes.finish(), self._causes.dropped
         self.totals.end_step(self._unsynced_title())
         self.totals.finish()
-        for cause in report.causes:
-            cause.engines |= self._engines.after_failure(cause)
         for quarantine in sorted(fleet.quarantines, key=lambda quarantine: quarantine.until_ns is not None):
             cause_of_it = explain(report.causes, quarantine.replica, quarantine.version)
             (report.unexplained if cause_of_it is None else cause_of_it.quarantines).append(quarantine)
@@ -98,7 +89,6 @@ class _Collector:
         report.left_out["faults"] = self._game_day.left_out
         report.agents, report.quarantines, report.replicas = fleet.agents(), fleet.quarantines, fleet.replicas()
         report.stopped = stopped_replicas(fleet.state)
-        report.calls = self._engines.calls
         observed = self._observed.replicas()
         report.observed = {identity_of(agent).replica: observed[agent] for agent in sorted(observed, key=agent_order)}
         return report
@@ -107,7 +97,8 @@ class _Collector:
         self.report.records += 1
         if entry.agent:
             with suppress(DecisionUnreadable):  # `verify` reports it
-                self._engines.add(entry)
+                if entry.kind in ("observed", "returned"):
+                    self._fleet.observed(entry.agent, entry.typed_event().observation)  # type: ignore[union-attr]
                 if entry.kind == "fault":
                     self._game_day.injected(entry.agent, entry.typed_event(), entry.at_ns)  # type: ignore[arg-type]
                 if entry.kind in ("started", "observed", "stopping"):
@@ -170,49 +161,3 @@ class _Collector:
         for outcome in report.outcomes:
             if is_trouble(outcome.conclusion):
                 self._fleet.note_failure(outcome.agent, outcome.conclusion)
-
-
-class _Engines:
-    """What the agents' own records tell about their engines. `calls` has the latencies of engine calls."""
-
-    def __init__(self, fleet: FleetHistory) -> None:
-        self.calls: dict[str, Latencies] = {}
-        self._fleet = fleet
-        self._seen: dict[str, Observation] = {}
-        self._in_flight: dict[str, tuple[int, str, int]] = {}  # by agent: id, name and start (ms) of the call
-        self._after_failure: dict[tuple[str, int], str] = {}  # by agent and seq
-
-    def add(self, entry: LogEntry) -> None:
-        """Add an agent's record. Most are not decoded: they neither observe, nor call, nor fail."""
-        if entry.kind in ("command", "head", "tick") and not any(
-            word in entry.effects for word in (b"perform", b"failed")
-        ):
-            return
-        event: Event = entry.typed_event()  # type: ignore[assignment]
-        effects: tuple[Effect, ...] = entry.typed_effects()  # type: ignore[assignment]
-        agent = entry.agent
-        if isinstance(event, Started):
-            self._seen.pop(agent, None)
-            self._in_flight.pop(agent, None)
-        elif isinstance(event, EngineReturned):
-            call_id, name, since_ms = self._in_flight.pop(agent, (0, "", 0))
-            if call_id == event.call_id:
-                self.calls.setdefault(name, Latencies()).values.append((event.at_ms - since_ms) * 1000)
-        seen = event.observation if isinstance(event, EngineReturned | EngineObserved) else None
-        if seen is not None:
-            self._fleet.observed(agent, seen)
-            self._seen[agent] = seen
-        for effect in effects:
-            if isinstance(effect, Perform):
-                self._in_flight[agent] = effect.call_id, str(effect.call.__struct_config__.tag), event.at_ms
-            elif isinstance(effect, Answer) and isinstance(effect.outcome, Failed) and agent in self._seen:
-                self._note(agent, effect.seq, f"then held: {format_observation(self._seen[agent])}")
-
-    def after_failure(self, cause: Cause) -> dict[str, str]:
-        """Return the state of the engines after a failure, by agent."""
-        texts = {name: self._after_failure.get((name, seq), "") for name, seq in cause.first_seqs.items()}
-        return {name: text for name, text in texts.items() if text}
-
-    def _note(self, agent: str, seq: int, text: str) -> None:
-        if len(self._after_failure) < MAX_ENGINES:
-            self._after_failure[agent, seq] = text

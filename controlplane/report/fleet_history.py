@@ -161,10 +161,10 @@ class FleetHistory:
         for name in self._agents:
             self._look(name, None)
 
-    def observed(self, name: str, seen: Observation) -> None:
+    def observed(self, name: str, seen: Observation | None) -> None:
         """An agent observed its engine. While that is not up, its instance has no name of its own yet."""
         agent = self._agents.get(name)
-        if agent is not None and seen.instance is not None and seen.tokenizer != "unknown":
+        if agent is not None and seen is not None and seen.instance is not None and seen.tokenizer != "unknown":
             agent.launches += agent.instance not in ("", seen.instance)
             agent.instance = seen.instance
 
@@ -179,15 +179,6 @@ class FleetHistory:
     def heard_ns(self, name: str) -> int:
         """Return when an agent was last heard; 0 if it never was."""
         return self._agents[name].heard_ns if name in self._agents else 0
-
-    def last_heard(self, name: str) -> str:
-        """Return what an agent last reported about its engine; empty if it never did."""
-        agent = self._agents.get(name)
-        if agent is None or agent.member.status is None:
-            return ""
-        silent_ms = (self.now_ns - agent.heard_ns) // 1_000_000
-        condition = agent.member.status.condition(agent.member.hello.identity.role)
-        return f"was last heard {silent_ms:,} ms before that: {condition}"
 
     def agents(self) -> list[AgentHistory]:
         """Return every agent, in the order of the fleet, at the end of the log."""

@@ -15,10 +15,6 @@ from schemas.identity import identity_of
 from schemas.outcomes import Trace
 from schemas.reports import AgentOutcome
 
-MAX_STRAGGLERS = 20
-MAX_SHOWN = 8
-"""Agents of a cause that are shown with the state of their engine."""
-
 
 class OutcomeGroup(Struct, frozen=True, kw_only=True):
     """Agents whose outcome of a command has the same kind (acted, skipped, failed, missing) and reason."""
@@ -103,9 +99,8 @@ class Cause(Struct, kw_only=True):
         at_ns: When the first agent was lost, or the first command published.
         until_ns: When the last agent was lost, or the last command concluded.
         seq, text: Of its first command; 0 and empty if there is none. `last_seq` is the newest.
-        members: The agents. `first_seqs` has the first of them, with their first command; `hosts` theirs, if lost.
+        members: The agents; `hosts` theirs, if lost.
         returned_ns: By agent that was lost, when it was in the fleet again.
-        engines: By agent, the state of its engine when it was last heard, or right after the failure.
         syncs: Replica and version, for each sync that one of the agents did not follow.
         quarantines: Of replicas that it put out of service.
     """
@@ -121,10 +116,8 @@ class Cause(Struct, kw_only=True):
     commands: Counter[str] = field(default_factory=Counter)
     outcomes: int = 0
     members: set[str] = field(default_factory=set)
-    first_seqs: dict[str, int] = {}
     hosts: set[str] = field(default_factory=set)
     returned_ns: dict[str, int] = {}
-    engines: dict[str, str] = {}
     syncs: set[tuple[int, int]] = field(default_factory=set)
     quarantines: list[Quarantine] = []
 
@@ -143,17 +136,9 @@ class Cause(Struct, kw_only=True):
         """Agents that were lost and did not come back."""
         return sorted(self.members - self.returned_ns.keys(), key=agent_order) if self.kind == "lost" else []
 
-    def add_member(self, agent: str, heard: str = "") -> None:
-        """Add an agent, and what it reported when it was last heard."""
-        self.members.add(agent)
-        if heard and len(self.engines) < MAX_SHOWN:
-            self.engines.setdefault(agent, heard)
-
     def add(self, agent: str, command: CommandSummary, kind: str, now_ns: int) -> None:
         """Add an agent's outcome of a command. Those of one command follow each other."""
-        self.add_member(agent)
-        if len(self.first_seqs) < MAX_SHOWN:
-            self.first_seqs.setdefault(agent, command.seq)
+        self.members.add(agent)
         if not self.outcomes:
             self.seq, self.text = command.seq, command.text
         if self.last_seq != command.seq:
@@ -175,12 +160,6 @@ class Cause(Struct, kw_only=True):
         self.last_seq, self.until_ns = max(self.last_seq, other.last_seq), max(self.until_ns, other.until_ns)
         self.members |= other.members
         self.syncs |= other.syncs
-        for agent, seq in other.first_seqs.items():
-            if len(self.first_seqs) < MAX_SHOWN:
-                self.first_seqs.setdefault(agent, seq)
-        for agent, engine in other.engines.items():
-            if len(self.engines) < MAX_SHOWN:
-                self.engines.setdefault(agent, engine)
 
 
 class Refusal(Struct, kw_only=True):
@@ -203,23 +182,6 @@ class Latencies:
         return sorted(self.values)[-(-len(self.values) * percent // 100) - 1]
 
 
-class Straggler(Struct, kw_only=True):
-    """How one agent kept the others waiting.
-
-    Attributes:
-        last: On how many commands it was the last of several agents to act.
-        behind_us: How much later than their median it was then, in all.
-        worst_us, worst_seq: The worst of these, and its command.
-    """
-
-    agent: str
-    last: int = 0
-    behind_us: int = 0
-    worst_us: int = 0
-    worst_seq: int = 0
-    missing: int = 0
-
-
 def group_by_reason(outcomes: Iterable[AgentOutcome]) -> tuple[OutcomeGroup, ...]:
     """Group the outcomes of a command by kind and reason."""
     groups: dict[tuple[str, str], list[str]] = {}
@@ -229,9 +191,3 @@ def group_by_reason(outcomes: Iterable[AgentOutcome]) -> tuple[OutcomeGroup, ...
         OutcomeGroup(kind=kind, reason=reason, agents=format_agents(agents), count=len(agents))
         for (kind, reason), agents in sorted(groups.items())
     )
-
-
-def rank_stragglers(stragglers: Iterable[Straggler]) -> list[Straggler]:
-    """Return the worst first: those that never answered, then those that kept the others waiting for longest."""
-    ranked = sorted(stragglers, key=lambda item: (-item.missing, -item.behind_us, -item.last, agent_order(item.agent)))
-    return ranked[:MAX_STRAGGLERS]

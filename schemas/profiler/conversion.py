@@ -59,11 +59,6 @@ def read_toml(text: str, file: str) -> dict[str, object]:
 def convert_file(tree: object, kind: type[S], file: str) -> S:
     """Return what is in a file as a `kind`; a key that it does not have is an error, too.
 
-    Args:
-        tree: What was read.
-        kind: As of `convert`.
-        file: Its name, for messages.
-
     Raises:
         ConfigError: A value is wrong. The text names the key, the value and what is allowed.
     """

@@ -6,7 +6,7 @@ from typing import Final, Literal
 import msgspec
 from msgspec import Struct
 
-from schemas.commands import Npu, PrecisionDebugger, ProfilePlan, ToolOptions, TorchMemory
+from schemas.commands import Npu, ProfilePlan, ToolOptions, TorchMemory
 from schemas.identity import ROLLOUT, Count, Milliseconds, Role
 
 Layout = Literal["step", "verl_step", "verl"]
@@ -18,7 +18,6 @@ TOOLS: Final[Mapping[str, type[ToolOptions] | None]] = {
     "npu": Npu,
     "nsys": None,
     "torch_memory": TorchMemory,
-    "precision_debugger": PrecisionDebugger,
 }
 """The profiling tools, and the type of the options of those that have any."""
 
@@ -59,11 +58,12 @@ def problems(settings: ProfilerSettings) -> Iterator[str]:
         if plan.tool not in TOOLS:
             yield f"{path}.tool is {plan.tool!r}: allowed is one of {', '.join(TOOLS)}"
             continue
-        for field, reason in _without_effect(plan, role=path != "plan"):
+        for field, reason in without_effect(plan, role=path != "plan"):
             yield f"{path}.{field} has no effect there: {reason}"
 
 
-def _without_effect(plan: ProfilePlan, role: bool) -> Iterator[tuple[str, str]]:
+def without_effect(plan: ProfilePlan, role: bool) -> Iterator[tuple[str, str]]:
+    """Yield the fields of a plan that have no effect in a training role, or in a rollout, each with the reason."""
     tool, default = plan.tool, ProfilePlan()
     rules: tuple[tuple[bool, str, str], ...] = (
         (not role, "schedule", "it counts mini-batches, and rollouts have none; write a window of forward steps"),

@@ -22,7 +22,6 @@ from msgspec.structs import asdict, replace
 from schemas.commands import (
     Finish,
     Npu,
-    PrecisionDebugger,
     ProfileActivity,
     ProfilePlan,
     Schedule,
@@ -31,8 +30,8 @@ from schemas.commands import (
     Window,
 )
 from schemas.errors import ConfigError
-from schemas.profiler.conversion import convert, did_you_mean, shown
-from schemas.profiler.settings import Layout, ProfilerSettings, RankUnit
+from schemas.profiler.conversion import convert, shown
+from schemas.profiler.settings import TOOLS, Layout, ProfilerSettings, RankUnit
 from schemas.profiler.verl_keys import (
     ACTOR,
     PARENTS,
@@ -41,7 +40,6 @@ from schemas.profiler.verl_keys import (
     ROLES,
     ROLLOUT,
     SECTIONS,
-    STAGES,
     VerlFinish,
     VerlGlobal,
     VerlGlobalTools,
@@ -69,7 +67,6 @@ _TOOLS_FROM_ACTOR: Final[Mapping[str, tuple[str, ...]]] = {
     "torch": ("contents", "discrete"),
     "npu": ("contents", "discrete", "level", "analysis"),
     "nsys": ("discrete",),
-    "precision_debugger": ("config_path", "stages", "strict", "steps"),
 }
 """Keys that the rollouts inherit from the actor."""
 
@@ -129,7 +126,7 @@ def parse(
         profiler = convert(deep_merge(for_engine if path == ROLLOUT else for_rank, content), VerlProfiler, path)
         tool = _windowed(profiler)
         window = _window(tool, tool_path(profiler, path)) if tool is not None else None
-        plan = replace(_plan(profiler, path), layout=layout)
+        plan = replace(_plan(profiler), layout=layout)
         plan = _for_rollouts(plan, profiler, ranks, window) if path == ROLLOUT else _for_rank(plan, profiler)
         return VerlSection(path, content, profiler, window, plan)
 
@@ -139,21 +136,16 @@ def parse(
         # As in verl: training ranks run the hook; with agents of engines on the same nodes it would run twice.
         rollout = rollout._replace(plan=replace(rollout.plan, finish=Finish(relocate=rollout.plan.finish.relocate)))
     sections = (rollout, *roles)
+    enabled = [section.profiler for section in sections if section.plan.enabled]
     settings = ProfilerSettings(
         plan=rollout.plan,
         roles={ROLES[role.path]: role.plan for role in roles if role.plan.enabled},
         steps=tuple(sorted(set(shared.steps or ()))),
         continuous=shared.profile_continuous_steps,
-        save_path=next(iter(values_of("save_path", sections).values()), shared.save_path),
-        finish_hook_cmd=next(iter(values_of("finish_hook_cmd", sections).values()), ""),
+        save_path=next(filter(None, (profiler.save_path for profiler in enabled)), shared.save_path),
+        finish_hook_cmd=next(filter(None, (profiler.finish_hook_cmd for profiler in enabled)), ""),
     )
     return VerlFile(tree, top, sections, settings)
-
-
-def values_of(key: Literal["save_path", "finish_hook_cmd"], sections: Iterable[VerlSection]) -> dict[str, str]:
-    """Return the values of a key in the sections that are profiled, by path. A run uses the first."""
-    values = {f"{section.path}.{key}": getattr(section.profiler, key) for section in sections if section.plan.enabled}
-    return {path: value for path, value in values.items() if value}
 
 
 def value_at(tree: Mapping[str, object], path: str) -> object:
@@ -241,8 +233,6 @@ def _for_rollouts(plan: ProfilePlan, profiler: VerlProfiler, unit: RankUnit, win
 
 def _for_rank(plan: ProfilePlan, profiler: VerlProfiler) -> ProfilePlan:
     plan = replace(plan, by_stage=False, merge=False)
-    if profiler.tool == "precision_debugger":
-        return replace(plan, ranks=None)  # msprobe picks the ranks, from its own file
     if profiler.tool != "torch":
         return plan
     torch, keys = profiler.tool_config.torch, profiler.tool_config.torch.schedule
@@ -253,12 +243,13 @@ def _for_rank(plan: ProfilePlan, profiler: VerlProfiler) -> ProfilePlan:
     return replace(plan, activities=activities | (plan.activities & {"memory"}), schedule=schedule)
 
 
-def _plan(profiler: VerlProfiler, path: str) -> ProfilePlan:
+def _plan(profiler: VerlProfiler) -> ProfilePlan:
     """What rollouts and training ranks have in common."""
     contents, tool = _contents(profiler), _windowed(profiler)
+    recorded = profiler.tool if profiler.tool in TOOLS else None
     return ProfilePlan(
-        enabled=profiler.enable and profiler.tool is not None,
-        tool=profiler.tool or "torch",
+        enabled=profiler.enable and recorded is not None,
+        tool=recorded or "torch",
         ranks=None if profiler.all_ranks else frozenset(profiler.ranks or (0,)),
         activities=_activities(contents, profiler.tool),
         with_stack="stack" in contents,
@@ -267,7 +258,7 @@ def _plan(profiler: VerlProfiler, path: str) -> ProfilePlan:
         by_stage=_asks_for(profiler, "profile_by_stage"),
         merge=_asks_for(profiler, "merge_profiles"),
         discrete=tool.discrete if tool else profiler.tool == "nsys" and profiler.tool_config.nsys.discrete,
-        options=_options(profiler, path),
+        options=_options(profiler),
         finish=Finish(
             relocate=profiler.relocate_results,
             hook=bool(profiler.finish_hook_cmd),
@@ -315,7 +306,7 @@ def _activities(contents: frozenset[str], tool: str | None) -> frozenset[Profile
             return ProfilePlan().activities
 
 
-def _options(profiler: VerlProfiler, path: str) -> ToolOptions | None:
+def _options(profiler: VerlProfiler) -> ToolOptions | None:
     tools = profiler.tool_config
     match profiler.tool:
         case "npu":
@@ -328,15 +319,6 @@ def _options(profiler: VerlProfiler, path: str) -> ToolOptions | None:
                 stacks=memory.stacks,
                 snapshot_steps=memory.memory_snapshot_num_steps,
             )
-        case "precision_debugger":
-            debugger = tools.precision_debugger
-            stages = None if debugger.stages is None else frozenset(debugger.stages)
-            for stage in sorted((stages or frozenset()) - set(STAGES) if debugger.strict else ()):
-                raise ConfigError(
-                    f"{tool_path(profiler, path)}.stages has {shown(stage)}: allowed are {', '.join(STAGES)}"
-                    f"{did_you_mean(stage, STAGES)}"
-                )
-            return PrecisionDebugger(config_path=debugger.config_path, stages=stages, strict=debugger.strict)
         case _:
             return None
 

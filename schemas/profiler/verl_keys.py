@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-from schemas.identity import Count, Name, Positive
+from schemas.identity import Count, Positive
 
 ACTOR: Final = "actor_rollout_ref.actor.profiler"
 REF: Final = "actor_rollout_ref.ref.profiler"
@@ -31,12 +31,8 @@ PARENTS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Sections that hold other things as well, and the profiling sections directly below them."""
 
-STAGES: Final = (
-    *("actor_update", "actor_compute_log_prob", "ref_compute_log_prob"),
-    *("compute_values", "critic_update", "compute_rm_score"),
-)
-
 ToolName = Literal["torch", "npu", "nsys", "torch_memory", "precision_debugger"]
+"""The tools that verl has. The last is not offered here."""
 Numbers = Annotated[tuple[Count, ...], Meta(description="a list of whole numbers of at least 0")]
 Bound = Annotated[int, Meta(ge=-1)]
 """A forward step; -1 is unset."""
@@ -103,15 +99,6 @@ class VerlMemory(Struct, frozen=True, kw_only=True):
     kw_args: dict[str, object] = {}
 
 
-class VerlDebugger(Struct, frozen=True, kw_only=True):
-    """`tool_config.precision_debugger`. verl does not use `steps` either."""
-
-    config_path: Annotated[str, Meta(max_length=512)] = ""
-    stages: tuple[Name, ...] | None = None
-    strict: bool = False
-    steps: Numbers | None = None
-
-
 class VerlTools(Struct, frozen=True, kw_only=True):
     """`tool_config` of a role."""
 
@@ -119,7 +106,7 @@ class VerlTools(Struct, frozen=True, kw_only=True):
     npu: VerlNpu = VerlNpu()
     nsys: VerlNsys = VerlNsys()
     torch_memory: VerlMemory = VerlMemory()
-    precision_debugger: VerlDebugger = VerlDebugger()
+    precision_debugger: dict[str, object] = {}
 
 
 class VerlGlobalTools(Struct, frozen=True, kw_only=True):
@@ -127,7 +114,7 @@ class VerlGlobalTools(Struct, frozen=True, kw_only=True):
 
     nsys: VerlNsys = VerlNsys()
     torch_memory: VerlMemory = VerlMemory()
-    precision_debugger: VerlDebugger = VerlDebugger()
+    precision_debugger: dict[str, object] = {}
 
 
 class VerlFinish(Struct, frozen=True, kw_only=True):

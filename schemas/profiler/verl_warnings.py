@@ -1,12 +1,12 @@
-"""Warnings about verl's configuration: unknown keys, and settings that record something other than expected. Pure."""
+"""Warnings about verl's configuration: unknown keys, and settings that record nothing or have no effect. Pure."""
 
 from collections.abc import Iterator, Mapping
-from typing import Final, Literal
+from typing import Final
 
 from schemas.profiler.conversion import did_you_mean, join_path, shown, unknown_keys
-from schemas.profiler.verl_format import VerlFile, VerlSection, tool_path, value_at, values_of
-from schemas.profiler.verl_keys import ACTOR, PARENTS, REF, ROLLOUT, SECTIONS, VerlGlobal, VerlProfiler
-from schemas.selection import ENGINE_TOOLS
+from schemas.profiler.settings import TOOLS
+from schemas.profiler.verl_format import VerlFile, VerlSection, tool_path, value_at
+from schemas.profiler.verl_keys import ACTOR, PARENTS, ROLLOUT, SECTIONS, VerlGlobal, VerlProfiler
 
 IN_EVERY_SECTION: Final = frozenset({"_target_", "name"})
 """Keys of verl's own files, for Hydra."""
@@ -14,10 +14,9 @@ IN_EVERY_SECTION: Final = frozenset({"_target_", "name"})
 
 def warnings(file: VerlFile) -> list[str]:
     """Return a sentence for each thing in a configuration that does not have the expected effect."""
-    found = [*_misplaced(file.tree), *_unknown(file), *_selection(file), *_unexpected_selection(file)]
+    found = [*_misplaced(file.tree), *_unknown(file), *_selection(file)]
     for section in file.enabled:
-        found += _rollout_warnings(section) if section.path == ROLLOUT else _rank_warnings(section)
-    found += [*_conflicting_values(file, "save_path"), *_conflicting_values(file, "finish_hook_cmd")]
+        found += _without_effect(section)
     if file.tree and not found and not file.tree.keys() & set(SECTIONS):
         found.append(
             f"none of verl's sections, such as global_profiler, is in {shown(list(file.tree))}: nothing is profiled; "
@@ -30,8 +29,6 @@ def warnings(file: VerlFile) -> list[str]:
 
 
 def _misplaced(tree: Mapping[str, object]) -> Iterator[str]:
-    if isinstance(tree.get("defaults"), list):
-        yield "defaults lists files for Hydra to compose, which are not read: hand over the composed configuration"
     for path, known in PARENTS.items():
         section = value_at(tree, path)
         for key in section if isinstance(section, Mapping) else ():
@@ -54,27 +51,13 @@ def _unknown(file: VerlFile) -> Iterator[str]:
 def _selection(file: VerlFile) -> Iterator[str]:
     switched_on = [section for section in file.sections if section.profiler.enable]
     for section in switched_on:
-        if section.profiler.tool is None:
-            yield f"{section.path}.enable is true and {section.path}.tool is null: nothing is profiled there"
+        if (tool := section.profiler.tool) not in TOOLS:
+            yield f"{section.path}.enable is true and {section.path}.tool is {shown(tool)}: nothing is profiled there"
     if file.enabled and not file.settings.steps:
         yield f"global_profiler.steps is {shown(file.content.get('steps'))}: no step is profiled"
     if file.settings.steps and not switched_on:
         yield "global_profiler.steps lists steps and no section has enable: true: nothing is profiled"
-
-
-def _unexpected_selection(file: VerlFile) -> Iterator[str]:
-    roles, plan = file.settings.roles, file.settings.plan
-    if plan.enabled and roles and not plan.discrete and plan.tool in ENGINE_TOOLS:
-        yield (
-            f"{ROLLOUT} is switched on (itself, or by the actor's section) and not discrete: verl silently skips its "
-            "engines then; here each session is recorded as a whole. To skip them, write enable: false"
-        )
-    if "ref" in roles and roles["ref"] != roles.get("actor"):
-        differs = "differs from the actor's" if "actor" in roles else "is switched on and the actor's is not"
-        yield (
-            f"{REF} {differs}: it applies only to a worker that has the reference model alone; in a worker that has "
-            "both, the actor's section applies"
-        )
+    plan = file.settings.plan
     if plan.enabled and plan.ranks and plan.ranks != {0} and _replica_ranks(file.tree):
         yield (
             f"{ROLLOUT}.ranks is {sorted(plan.ranks)}, read as global ranks, and the file is from a verl up to 0.9.0 "
@@ -93,41 +76,15 @@ def _replica_ranks(tree: Mapping[str, object]) -> bool:
 # --- what is recorded -------------------------------------------------------------------------------------------------
 
 
-def _rollout_warnings(section: VerlSection) -> Iterator[str]:
+def _without_effect(section: VerlSection) -> Iterator[str]:
     plan, path = section.plan, tool_path(section.profiler, section.path)
-    if plan.tool == "torch" and section.profiler.tool_config.torch.schedule.active:
-        yield (
-            f"{path}.schedule has no effect: it counts mini-batches of a training rank; for forward steps of a rollout "
-            "write step_start and step_end"
-        )
-    if "cuda" in plan.activities and "cpu" not in plan.activities:
-        yield (
-            f"{path}.contents lists cuda and not cpu: engines record CUDA alone, where verl 0.9 records the CPU too; "
-            "list both for that"
-        )
-
-
-def _rank_warnings(section: VerlSection) -> Iterator[str]:
-    plan, path = section.plan, tool_path(section.profiler, section.path)
-    if section.window is not None:
+    if section.path != ROLLOUT and section.window is not None:
         yield (
             f"{path} has a window, which has no effect: it counts forward steps of an engine; write it in "
             f"{ROLLOUT}.tool_config.{plan.tool}, and for mini-batches of a training rank write a schedule"
         )
-    schedule = plan.schedule
-    if schedule and not plan.discrete and not (schedule.skip_first or schedule.wait or schedule.warmup):
+    if section.path == ROLLOUT and plan.tool == "torch" and section.profiler.tool_config.torch.schedule.active:
         yield (
-            f"{path}.schedule is set and {path}.discrete is not: only mini-batches are recorded, where verl keeps the "
-            "stages before them too; with discrete: true each stage has its trace"
+            f"{path}.schedule has no effect: it counts mini-batches of a training rank; for forward steps of a rollout "
+            "write step_start and step_end"
         )
-
-
-def _conflicting_values(file: VerlFile, key: Literal["save_path", "finish_hook_cmd"]) -> Iterator[str]:
-    values = values_of(key, file.sections)
-    (first, chosen), *others = values.items() or [("", "")]
-    for path, value in others:
-        if value != chosen:
-            yield (
-                f"{path} is {shown(value)} and {first} is {shown(chosen)}, and a run has only the latter: start the "
-                "agents of the former with their own"
-            )

@@ -34,12 +34,7 @@ def build_manifest(directory: Path, content: bool) -> Manifest:
 
 
 def find_delta(directory: Path, whole: Mapping[str, TensorPlace]) -> dict[str, TensorPlace]:
-    """Return where the tensors of a delta are. Raises CheckpointError unless each is one of the whole checkpoint's.
-
-    Args:
-        directory: With the tensors that have changed.
-        whole: All tensors of the same weights.
-    """
+    """Return where the tensors of a delta are. Raises CheckpointError unless each is one of the whole checkpoint's."""
     places = find_tensors(directory)
     for name, place in places.items():
         if name not in whole or whole[name].spec != place.spec:

@@ -5,6 +5,7 @@ Files are read, not mapped: a mapped file that is cut off kills the process that
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -39,12 +40,7 @@ class _Piece(NamedTuple):
 
 def content_digest(places: Mapping[str, TensorPlace]) -> str:
     """Return the content digest, in hex, of tensors in files. Reads every byte. Raises CheckpointError."""
-    content = ContentDigest()
-    with ExitStack() as stack:
-        pieces = list(_pieces(places, {}, stack))
-        hashes = stack.enter_context(reading_threads()).map(_hash, pieces)
-        _add(content, places, hashes)
-    return content.hexdigest()
+    return str(read_tensors(places, {}, content=True))
 
 
 def read_tensors(places: Mapping[str, TensorPlace], memory: Mapping[str, memoryview], *, content: bool) -> str | None:
@@ -53,16 +49,17 @@ def read_tensors(places: Mapping[str, TensorPlace], memory: Mapping[str, memoryv
     Returns:
         With `content`, the content digest of what is in memory now, in hex.
     """
-    digest = ContentDigest()
     with ExitStack() as stack:
         pieces = list(_pieces(places, memory, stack))
         threads = stack.enter_context(reading_threads())
-        if content:
-            _add(digest, places, threads.map(_hash, pieces))
-            return digest.hexdigest()
-        for _ in threads.map(_read, pieces):
-            pass
-    return None
+        if not content:
+            deque(threads.map(_read, pieces), maxlen=0)
+            return None
+        digest, hashes = ContentDigest(), threads.map(_hash, pieces)
+        for name in sorted(places):
+            spec = places[name].spec
+            digest.add_tensor(name, spec.dtype, spec.shape, spec.nbytes, hashes)
+        return digest.hexdigest()
 
 
 def file_states(directory: Path) -> tuple[FileState, ...]:
@@ -76,12 +73,6 @@ def file_states(directory: Path) -> tuple[FileState, ...]:
             found = os.fstat(file.fileno())
         states.append(FileState(path.name, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
     return tuple(states)
-
-
-def _add(content: ContentDigest, places: Mapping[str, TensorPlace], hashes: Iterator[bytes]) -> None:
-    for name in sorted(places):
-        spec = places[name].spec
-        content.add_tensor(name, spec.dtype, spec.shape, spec.nbytes, hashes)
 
 
 def _pieces(places: Mapping[str, TensorPlace], memory: Mapping[str, memoryview], stack: ExitStack) -> Iterator[_Piece]:

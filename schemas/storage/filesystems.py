@@ -13,23 +13,10 @@ _NETWORK: Final = re.compile(
 )
 
 
-def filesystem_type(path: str, mounts: str) -> str:
-    """Return the type of the file system that holds a path, or '' if unknown.
-
-    Args:
-        path: Absolute, without symbolic links.
-        mounts: Text of /proc/mounts. Of several mounts on one directory the last counts, since it hides the others.
-    """
-    found, depth = "", -1
-    for line in mounts.splitlines():
-        fields = line.split(" ")
-        if len(fields) < 3:
-            continue
-        # The kernel writes a space in a name as \040, and so on.
-        mount_point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[1]).rstrip("/")
-        if (path == mount_point or path.startswith(mount_point + "/")) and len(mount_point) >= depth:
-            found, depth = fields[2], len(mount_point)
-    return found
+def filesystem_type(path: str) -> str:
+    """Return the type of the file system that holds an absolute path without links, or '' if unknown."""
+    over = [(place, kind) for place, kind in mounts() if Path(path).is_relative_to(place)]
+    return max(reversed(over), key=lambda mount: len(mount[0]), default=("", ""))[1]
 
 
 def is_network(filesystem: str) -> bool:
@@ -39,15 +26,17 @@ def is_network(filesystem: str) -> bool:
 
 def network_type(path: Path) -> str:
     """Return the type of the file system that a path is on, or will be on, if it is a network's; else ''."""
-    found = filesystem_type(os.path.realpath(path), read_mounts())
+    found = filesystem_type(os.path.realpath(path))
     return found if is_network(found) else ""
 
 
-def read_mounts() -> str:
-    """Return the text of /proc/mounts, or '' if there is none."""
+def mounts() -> list[tuple[str, str]]:
+    """Return places and types of all mounts, the newest last; none where the system does not say."""
+    import psutil
+
     with contextlib.suppress(OSError):
-        return Path("/proc/mounts").read_text(encoding="utf-8", errors="surrogateescape")
-    return ""
+        return [(each.mountpoint, each.fstype) for each in psutil.disk_partitions(all=True)]
+    return []
 
 
 def check_regular(path: Path, kind: str) -> None:

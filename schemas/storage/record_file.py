@@ -151,18 +151,6 @@ class RecordFile(RecordReader):
         if position > max(self._dropped_before, self.first_position):
             self._dropped_before = min(position, self._next)
 
-    def compact(self) -> None:
-        """Give free space back to the disk, which needs space for a copy meanwhile. Raises LogFull or LogError."""
-        with self._committing:
-            self._check()
-            self._check_files()
-            try:
-                self._connection.execute("VACUUM")
-                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-            except sqlite3.Error as error:
-                raise database.translate(self.path, error, self._last) from error
-            self._note_files()
-
     def close(self) -> None:
         """Commit what is buffered, close, and release the lock. May be called twice.
 

@@ -170,16 +170,6 @@ class RecordReader:
             raise LogCorrupt(f"{self.path}: the mark after record {position} does not match its checksum", position)
         return MarkRecord(position, at_ns, body)  # type: ignore[arg-type]
 
-    def copy_to(self, path: Path) -> None:
-        """Copy what is committed into a new file, as of one moment. Raises LogError or OSError."""
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
-        try:
-            with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as copy:
-                self._connection.backup(copy)
-                copy.execute("PRAGMA journal_mode = DELETE")
-        except sqlite3.Error as error:
-            raise LogError(f"{self.path}: its copy {path} was not written ({error})") from error
-
     def close(self) -> None:
         """Close the file. May be called twice."""
         if not self._closed:

@@ -68,12 +68,12 @@ class PeerKeys(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         name: Of the key, for messages to people.
-        servers: Public keys of the bus that it trusts: the one in use, and the next while it is being replaced.
+        server: Public key of the bus.
     """
 
     name: KeyName
     pair: KeyPair
-    servers: Annotated[tuple[Z85Key, ...], Meta(min_length=1, max_length=8)]
+    server: Z85Key
 
 
 class Credentials(NamedTuple):
@@ -95,7 +95,7 @@ class KeySource:
         """Return the source of a peer's keys: what is given, or what the environment names, or None without either.
 
         The environment has `ROLLOUTCTL_KEY_FILE`, or `ROLLOUTCTL_KEY` (the secret key) beside `ROLLOUTCTL_SERVER_KEY`
-        (the bus's public key; several are separated by spaces).
+        (the bus's public key).
 
         Raises:
             KeyFileError: There should be keys, and they can't be used.
@@ -114,9 +114,9 @@ class KeySource:
         """The newest keys that could be read."""
         return self._keys
 
-    def credentials(self, attempt: int = 0) -> Credentials:
-        """Return what to dial with. While the key of the bus is replaced there are two: attempts take turns."""
-        return Credentials(self._keys.pair, self._keys.servers[attempt % len(self._keys.servers)])
+    def credentials(self) -> Credentials:
+        """Return what to dial with."""
+        return Credentials(self._keys.pair, self._keys.server)
 
     def refresh(self) -> bool:
         """Read the file again if it has changed; return whether there are new keys. Never raises."""
@@ -141,8 +141,8 @@ def read_peer_keys(path: Path) -> PeerKeys:
     """Read a peer's key file. Raises KeyFileError."""
     keys = read_struct(path, PeerKeys, secret=True)
     check_pair(path, keys.pair)
-    if not all(map(is_key, keys.servers)):
-        raise KeyFileError(f"{path}: a public key of the bus in it is damaged. Copy the file again")
+    if not is_key(keys.server):
+        raise KeyFileError(f"{path}: the public key of the bus in it is damaged. Copy the file again")
     return keys
 
 
@@ -219,7 +219,7 @@ def _require_own(path: Path, found: os.stat_result, *, secret: bool) -> None:
     if secret and mode & OTHERS:
         raise KeyFileError(
             f"{path} holds a secret key, and others can use it (mode {mode:04o}). A user who read it may have the "
-            f"key: run `chmod 600 {path}`, and `rolloutctl keys rotate` if the machine has other users"
+            f"key: run `chmod 600 {path}`, and make a new key if the machine has other users"
         )
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise KeyFileError(
@@ -236,12 +236,12 @@ def _require_owner(path: Path, found: os.stat_result) -> None:
 
 
 def _keys_of_environment(secret: str) -> PeerKeys:
-    servers = tuple(os.environ.get(SERVER_KEY_VARIABLE, "").split())
-    if not servers or not all(map(is_key, servers)):
+    server = os.environ.get(SERVER_KEY_VARIABLE, "").strip()
+    if not is_key(server):
         raise KeyFileError(
             f"{KEY_VARIABLE} is set; {SERVER_KEY_VARIABLE} must have the public key of the bus beside it"
         )
-    return PeerKeys(name="environment", pair=KeyPair.of_secret(secret.strip()), servers=servers)
+    return PeerKeys(name="environment", pair=KeyPair.of_secret(secret.strip()), server=server)
 
 
 def _public_of(secret: str, source: Path | str = KEY_VARIABLE) -> str:

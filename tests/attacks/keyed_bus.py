@@ -39,7 +39,7 @@ def reach(bus: Bus) -> str:
 
 def stranger(folder: KeyFolder) -> PeerKeys:
     """Well-made keys that nobody allowed."""
-    return PeerKeys(name="stranger", pair=KeyPair.generate(), servers=folder.servers())
+    return PeerKeys(name="stranger", pair=KeyPair.generate(), server=folder.server_pair().public)
 
 
 def source(keys: PeerKeys | Path | None) -> KeySource | None:

@@ -1,6 +1,5 @@
 """Attacks on the log's file: a second writer under another name, programs that delete, replace or cut it, and kills."""
 
-import gzip
 import os
 import shutil
 import signal
@@ -8,21 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from bench.logs import Node, Run
+from bench.logs import Run
 from controlplane import ControlPlane
 from controlplane.analysis.invariants import verify
-from controlplane.cli.__main__ import cli
 from controlplane.cli.replay_log import replay_log
 from controlplane.record import log as log_module
 from controlplane.record.entries import LogMark
 from controlplane.record.log import RunLog
-from controlplane.report.collect import collect
 from schemas.errors import BusFaulted, LogError, LogLocked
 from schemas.storage.record_file import RecordFile
 from schemas.storage.records import RecordReader
-from tests.running import files_of_at_most, python, started, typed
+from tests.running import python, started
 from tests.unit.record_files import fill, write
 
 ADDRESS = "tcp://127.0.0.1:0"
@@ -187,119 +183,12 @@ def test_a_bus_whose_log_is_taken_away_ends_with_a_clear_error(
         assert after.get(log) == files.get(log)  # nothing is written into what lies there now
 
 
-# --- prune and archive ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A log with many marks."""
-    monkeypatch.setattr(log_module, "MARK_RECORDS", 200)
-    monkeypatch.setattr(log_module, "MARK_SHARE", 0)
-    run = Run(tmp_path / "run.db", agents=3, state_every=40)
-    run.commands(300)
-    run.close()
-    return tmp_path / "run.db"
-
-
-def decisions(path: Path) -> list[tuple[object, ...]]:
-    """Everything that a log says, without positions."""
-    return [
-        (entry.agent, entry.at_ns, entry.number, bytes(entry.event), bytes(entry.effects))
-        for entry in RunLog.read(path)
-    ]
-
-
-def ran(*words: object) -> str:
-    """What a command prints that ends well, without a process of its own."""
-    done = CliRunner().invoke(cli, [*map(str, words)], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.stdout
+# --- a log of bounded size --------------------------------------------------------------------------------------------
 
 
 def last_position(path: Path) -> int:
     with RecordReader.open(path) as reader:
         return reader.last_position
-
-
-def test_a_pruned_log_begins_with_a_mark_and_goes_on(recorded: Path) -> None:
-    whole, size, records = decisions(recorded), recorded.stat().st_size, last_position(recorded)
-    with RunLog.open(recorded) as log:
-        state, known = log.state, log.recorded("1.0", Node(1).journal)
-    dropped = RunLog.prune(recorded, bytes_max=size // 2)
-    kept = decisions(recorded)
-    assert dropped > records // 3 and recorded.stat().st_size < size
-    assert 0 < len(kept) < len(whole) and kept == whole[-len(kept) :]
-    replayed = replay_log(RunLog.walk(recorded))
-    assert replayed.marks > 1 and replayed.records // 2 < replayed.compared < replayed.records
-    assert replayed.agents == ("0.0", "1.0", "2.0")  # each is compared again from its next state on
-    assert list(verify(RunLog.walk(recorded))) == []
-    assert collect(RunLog.walk(recorded)).violations == []
-    with RunLog.open(recorded) as log:
-        assert (log.state, log.recorded("1.0", Node(1).journal)) == (state, known)
-    assert RunLog.prune(recorded, before=1) == 0
-    assert RunLog.prune(recorded, age_max_s=3600) > 0  # the run was years ago: only what follows its newest mark stays
-    assert len(decisions(recorded)) < 250 and list(verify(RunLog.walk(recorded))) == []
-
-
-def test_a_log_in_use_is_not_pruned_and_an_archive_is_not_written(recorded: Path, tmp_path: Path) -> None:
-    with RunLog.open(recorded):
-        for words in (["--before", "9999"], ["--days", "1"]):
-            refused = typed("log", "prune", recorded, *words)
-            assert refused.returncode == 3 and "another writer has this file open" in refused.stderr
-        archived = typed("log", "archive", recorded)
-        assert archived.returncode == 0, archived.stderr
-    assert decisions(Path(f"{recorded}.gz")) == decisions(recorded)
-    refused = typed("log", "prune", f"{recorded}.gz", "--before", "9999")
-    assert refused.returncode == 3 and "Traceback" not in refused.stderr
-    assert typed("log", "prune", recorded).returncode == 2
-
-
-def test_an_archive_is_read_as_it_is(recorded: Path, tmp_path: Path) -> None:
-    archive = tmp_path / "kept"
-    ran("log", "archive", recorded, "-o", archive)
-    assert archive.stat().st_mode & 0o777 == 0o600 and archive.stat().st_size < recorded.stat().st_size / 2
-    for command in ("show", "verify", "replay"):
-        assert ran("log", command, archive) == ran("log", command, recorded)
-    ran("report", archive, "-o", tmp_path / "page.html")
-    again = tmp_path / "again.db"
-    again.write_bytes(gzip.decompress(archive.read_bytes()))
-    with RunLog.open(again) as log:
-        assert log.state.seq == 301
-    archive.write_bytes(archive.read_bytes()[:-100])
-    cut_off = typed("log", "verify", archive)
-    assert cut_off.returncode == 3 and "the archive is cut off or damaged" in cut_off.stderr
-
-
-@pytest.mark.parametrize("command", ["prune", "archive"])
-@shortly_and(12)
-def test_a_prune_or_an_archive_that_is_killed_loses_nothing(recorded: Path, command: str, rounds: int) -> None:
-    last = decisions(recorded)[-1]
-    kept = recorded.read_bytes()
-    options = {"prune": ["--megabytes", "0.1"], "archive": ["--force"]}[command]
-    for number in range(rounds):
-        recorded.write_bytes(kept)
-        with started("-c", KILL_AFTER, number, command, recorded, *options) as process:
-            process.wait()
-        found = decisions(recorded)
-        assert found[-1] == last and list(verify(RunLog.walk(recorded))) == []
-        with RunLog.open(recorded) as log:
-            assert log.state.seq == 301
-
-
-KILL_AFTER = """
-import os, signal, sys, threading
-from controlplane.cli.log import log
-number = int(sys.argv.pop(1))
-steps = 0
-def trace(frame, event, argument):
-    global steps
-    steps += frame.f_code.co_filename.endswith(("records.py", "archive.py", "database.py", "atomic_write.py"))
-    if steps > 10 + 43 * number:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return trace
-sys.settrace(trace)
-log()
-"""
 
 
 def test_a_bus_keeps_its_log_to_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,12 +222,3 @@ def test_a_bus_keeps_its_log_to_an_age(tmp_path: Path, monkeypatch: pytest.Monke
     begin, end = next(RunLog.read(path)).at_ns, list(RunLog.read(path))[-1].at_ns
     assert 3 <= (end - begin) / 1e9 < 6
     assert list(verify(RunLog.walk(path))) == []
-
-
-def test_a_full_disk_stops_an_archive_and_leaves_nothing(recorded: Path, tmp_path: Path) -> None:
-    before = {path.name for path in tmp_path.iterdir()}
-    with files_of_at_most(20_000):
-        failed = typed("log", "archive", recorded)
-    assert failed.returncode == 3 and "not written" in failed.stderr, failed.stderr
-    assert {path.name for path in tmp_path.iterdir()} == before
-    assert list(verify(RunLog.walk(recorded))) == []

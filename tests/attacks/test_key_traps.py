@@ -58,7 +58,7 @@ async def test_a_message_carries_the_key_of_its_sender_and_no_frame_can_say_othe
         tasks.start_soon(access.serve, handler)
         async with (
             bus_router(context, HERE, pair=access.pair) as router,
-            agent_dealer(context, router.address, Credentials(keys.pair, keys.servers[0])) as dealer,
+            agent_dealer(context, router.address, Credentials(keys.pair, keys.server)) as dealer,
         ):
             await dealer.send([b"x" * 40, b"forged"])
             with anyio.fail_after(20):

@@ -165,7 +165,6 @@ SAMPLES: tuple[Struct, ...] = (
         ),
         open=("pause (seq 7) waits for 1.0",),
         unproven=(3,),
-        descriptors="40 of 1024 file descriptors are left",
         failures=(RecentFailure(ago_ms=2500, text="flush (seq 6): 1.0: failed engine_error: what was seen"),),
         read_only=True,
         left_ms=(28_800,),

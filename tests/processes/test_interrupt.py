@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tomllib
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,7 +17,7 @@ import pytest
 from controlplane import ControlPlane
 from controlplane.cli.interrupt import CODE
 from tests.processes.launches import lives
-from tests.running import ROOT, environment, python
+from tests.running import environment, python
 from tests.waiting import wait_until
 
 HUNG = """
@@ -92,7 +91,6 @@ def deaf() -> Iterator[socket.socket]:
         ("status", "--bus", "tcp://ADDRESS", "--timeout", "3600"),
         ("pause", "--bus", "tcp://ADDRESS", "--timeout", "3600"),
         ("retire", "3", "--bus", "tcp://ADDRESS"),
-        ("engine", "probe", "http://ADDRESS"),
         ("conform", "--engine", "vllm", "--url", "http://ADDRESS", "--yes"),
         ("agent", "--bus", "tcp://ADDRESS", "--replica", "0", "--node-rank", "1", "--nnodes", "2", "--engine", "tiny"),
     ],
@@ -188,15 +186,6 @@ def test_a_log_that_is_shown_to_nobody(tmp_path: Path) -> None:
     assert shown.returncode == CODE
 
 
-def test_a_command_whose_code_is_still_imported(tmp_path: Path) -> None:
-    (tmp_path / "click.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    module, _, function = scripts["rolloutctl"].partition(":")
-    path = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    ended = python("-c", f"from {module} import {function}; {function}()", "status", env=path)
-    assert (ended.returncode, ended.stderr) == (CODE, "")
-
-
 ASKED = """
 import atexit, signal, subprocess, sys, time
 import click
@@ -208,23 +197,6 @@ program.COMMANDS["status"] = "asked:asked"
 if __name__ == "__main__":
     program.main()
 """
-
-
-@pytest.mark.parametrize(
-    ("body", "output"),
-    [
-        ("exec('import signal; signal.raise_signal(signal.SIGINT)')", ""),  # as an import of namedtuple or torch
-        (
-            "atexit.register(time.sleep, 3600); click.echo('a result', nl=False); signal.raise_signal(signal.SIGINT)",
-            "a result",  # libraries take long to end, as torch does; what had to be closed is closed by then
-        ),
-    ],
-    ids=["evaluating", "ending"],
-)
-def test_a_command_in_the_middle_of_what_its_libraries_do(tmp_path: Path, body: str, output: str) -> None:
-    (tmp_path / "asked.py").write_text(ASKED.format(body=body))
-    ended = python("-m", "asked", "status", cwd=tmp_path)
-    assert (ended.returncode, ended.stdout.strip(), ended.stderr.strip()) == (CODE, output, "")
 
 
 def test_a_command_that_is_just_starting_a_child(tmp_path: Path) -> None:

@@ -74,8 +74,14 @@ def in_unit() -> list[str]:
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read_string(text_of("rolloutctl-agent.service"))
     program, *words = shlex.split(unit["Service"]["ExecStart"])
-    assert program.endswith("/rolloutctl") and words[:2] == ["agent", "--config"]
-    return ["agent", "--config", str(RECIPES / "agent.toml"), *words[3:]]
+    assert program.endswith("/rolloutctl") and words[0] == "agent"
+    assert unit["Service"]["EnvironmentFile"] == "/etc/rolloutctl/agent.env"
+    pairs = [line.split("=", 1) for line in text_of("agent.env").splitlines() if not line.startswith("#")]
+    options = {
+        name.removeprefix("ROLLOUTCTL_").removeprefix("AGENT_").removesuffix("_FILE"): text for name, text in pairs
+    }
+    given = [word for name, text in options.items() for word in (f"--{name.lower().replace('_', '-')}", text)]
+    return ["agent", *given, *words[1:]]
 
 
 def in_dockerfile() -> list[str]:
@@ -99,7 +105,6 @@ LINES = {
 def test_rolloutctl_takes_every_line(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLOUTCTL_BUS", "tcp://trainer:5555")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "agent.toml").write_text(text_of("agent.toml"))
     words = [VARIABLE.sub("1", word) for word in words]
     command: click.Command = cli
     context = cli.make_context("rolloutctl", [], resilient_parsing=True)

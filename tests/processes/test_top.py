@@ -22,8 +22,8 @@ from controlplane.bus.key_folder import KeyFolder
 from controlplane.cli.interrupt import CODE
 from schemas.config import BusConfig
 from tests.running import environment, rolloutctl, started
-from tests.unit.small_bus import PRIMARY, SECOND, Engine
-from tests.unit.test_plane import agents, checkpoint, pair
+from tests.unit.small_bus import Engine
+from tests.unit.test_plane import pair
 
 pytestmark = pytest.mark.xdist_group("top")
 
@@ -125,38 +125,9 @@ def test_keys_drive_the_fleet_and_q_leaves(plane: ControlPlane, engine: Engine) 
         top.press("r\n")
         top.wait_for(r"resume \(seq \d+\): 1 acted")
         assert engine.generating
-        top.press("o\x7f7\r")
-        top.wait_for(r"profile start step 7 \(seq \d+\): 1 failed")  # this engine records nothing
-        top.wait_for(r"0 s ago: profile start step 7 \(seq \d+\): 0\.0: failed no_effect")
         top.press("q")
         assert top.ends() == 0
     plane.resume().wait()
-
-
-def test_s_brings_the_fleet_to_a_checkpoint_whose_path_is_typed(tmp_path: Path) -> None:
-    engine, source = Engine(), checkpoint(tmp_path / "step_7")
-    with (
-        ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK, checkpoints=tmp_path) as plane,
-        agents(plane.address, tmp_path, {PRIMARY: engine, SECOND: Engine()}),
-    ):
-        plane.wait_for_agents(2, timeout=20).wait()
-        with terminal("top", "--bus", plane.address, "--every", "0.1", columns=80) as top:
-            top.wait_for(r"0\.0 +v0 +v0, generating")
-            top.press("s\r")
-            top.wait_for("nothing was sent")  # no path was typed
-            top.press(f"s{source.path}")
-            top.wait_for(rf"sync all replicas to the checkpoint: {source.path}_  Enter: yes, Esc: no")
-            top.press("\x1b")
-            top.wait_for("nothing was sent")
-            top.press(f"s{source.path}q\x7f\r")
-            top.wait_for(r"weights v\d+ committed on replica 0")
-            top.wait_for(r"0\.0 +v[1-9]\d* +v[1-9]\d*, generating")
-            assert engine.version > 0 and plane.status().version == engine.version
-            top.press("snone\r")
-            top.wait_for(r"refused: checkpoint refused: \S*")
-            top.wait_for(r"none\b")  # wrapped, at the end of a long path
-            top.press("q")
-            assert top.ends() == 0
 
 
 def test_a_bus_that_is_gone_is_asked_again_and_ctrl_c_leaves(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
-"""Stand-ins for what tools `npu` and `precision_debugger` call, since the packages themselves need Ascend.
+"""Stand-ins for what tool `npu` calls, since the package itself needs Ascend.
 
-Each stand-in has the signature that torch_npu 2.14.0 or mindstudio-probe 26.2.0 has, notes its calls, and writes a file
-where the package would.
+Each stand-in has the signature that torch_npu 2.14.0 has, notes its calls, and writes a file where the package would.
 """
 
 import sys
@@ -91,51 +90,6 @@ def range_end(range_id: int, domain: str = "default") -> None:
     NpuProfile.calls.append(("end",))
 
 
-class Debugger:
-    """Like msprobe's: there is one per process, and it keeps the first directory."""
-
-    calls: Calls = []
-    instance: "Debugger | None" = None
-
-    def __new__(cls, *_: Any, **__: Any) -> "Debugger":
-        if cls.instance is None:
-            cls.instance = super().__new__(cls)
-            cls.instance.service = ModuleType("service")
-            cls.instance.service.config = ModuleType("config")
-        return cls.instance
-
-    service: Any
-
-    def __init__(
-        self,
-        config_path: str | None = None,
-        task: str | None = None,
-        dump_path: str | None = None,
-        level: str | None = None,
-        step: Any = None,
-    ) -> None:
-        if not hasattr(self.service.config, "dump_path"):
-            self.service.config.dump_path = dump_path
-
-    @classmethod
-    def start(
-        cls, model: Any = None, token_range: Any = None, rank_id: Any = None, scheduled_tokens: Any = None
-    ) -> None:
-        assert cls.instance is not None
-        folder = Path(cls.instance.service.config.dump_path)
-        cls.calls.append(("start", folder.name, model))
-        (folder / "step0" / "rank0").mkdir(parents=True)
-        (folder / "step0" / "rank0" / "dump.json").write_text("{}")
-
-    @classmethod
-    def stop(cls) -> None:
-        cls.calls.append(("stop",))
-
-    @classmethod
-    def step(cls) -> None:
-        cls.calls.append(("step",))
-
-
 def npu(patch: pytest.MonkeyPatch) -> Calls:
     """Install a stand-in for torch_npu; return the list of its calls."""
     top, api, core, mstx = (ModuleType(name) for name in ("torch_npu", "profiler", "npu", "mstx"))
@@ -153,17 +107,6 @@ def npu(patch: pytest.MonkeyPatch) -> Calls:
     patch.setitem(sys.modules, "torch_npu", top)
     patch.setattr(NpuProfile, "calls", [])
     return NpuProfile.calls
-
-
-def msprobe(patch: pytest.MonkeyPatch) -> Calls:
-    """Install a stand-in for msprobe; return the list of its calls."""
-    top, api = ModuleType("msprobe"), ModuleType("msprobe.pytorch")
-    api.__dict__.update(PrecisionDebugger=Debugger)
-    patch.setitem(sys.modules, "msprobe", top)
-    patch.setitem(sys.modules, "msprobe.pytorch", api)
-    patch.setattr(Debugger, "calls", [])
-    patch.setattr(Debugger, "instance", None)
-    return Debugger.calls
 
 
 def _named(**names: str) -> ModuleType:

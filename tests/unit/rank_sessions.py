@@ -29,10 +29,10 @@ def work() -> None:
 class Commanded:
     """The profiler of rank 3 of 8."""
 
-    def __init__(self, root: Path, role: str = "actor", model: object | None = None) -> None:
+    def __init__(self, root: Path, role: str = "actor") -> None:
         self.identity = Identity(replica=3, node_rank=0, role=role)
         self.root = root.resolve()
-        self.profiler = RankProfiler(self.identity, traces=root, world_size=8, model=model)
+        self.profiler = RankProfiler(self.identity, traces=root, world_size=8)
         self._open: StopProfile | None = None
 
     def ask(self, call: EngineCall) -> "Future[Returned]":

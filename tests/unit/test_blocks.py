@@ -66,7 +66,6 @@ def test_each_command_of_the_pages_exists_with_its_options(tmp_path: Path, monke
     Path("run").mkdir()
     for file in ("run.db", "run/run.db", "trainer.yaml", "profile.yaml", "plan.toml", "fleet.toml"):
         Path(file).touch()
-    Path("agent.toml").write_text('bus = "tcp://trainer:5555"\nreplica = 0\nengine = "tiny"\n')
     ran(["keys", "new", "me", "--role", "operator"])
     shutil.copy("keys/issued/me.key", "me.key")
     monkeypatch.setenv("ROLLOUTCTL_BUS", "tcp://127.0.0.1:5555")
@@ -127,4 +126,4 @@ def test_verls_example_is_explained_as_the_page_shows(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     configuration, shown, *_ = blocks("docs/profiling.md", "yaml")
     Path("trainer.yaml").write_text(configuration)
-    assert ran(["profile", "explain", "trainer.yaml", "--verl", "--gpus-per-replica", "2"]) == shown
+    assert ran(["profile", "explain", "trainer.yaml", "--verl"]) == shown

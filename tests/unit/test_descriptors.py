@@ -1,8 +1,6 @@
-"""File descriptors of the trainer's process: raised when a bus opens, and said when few are left."""
+"""File descriptors of the trainer's process: raised when a bus opens."""
 
-import logging
 import resource
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -10,8 +8,7 @@ import anyio
 import pytest
 import zmq
 
-from controlplane import ControlPlane
-from controlplane.bus.descriptors import CHECK_US, PER_AGENT, Descriptors, raise_limit
+from controlplane.bus.descriptors import PER_AGENT, raise_limit
 from schemas.config import BusConfig
 from schemas.transport.sockets import Context, agent_dealer, bus_publisher, bus_router
 from tests.running import python
@@ -42,45 +39,6 @@ def test_a_limit_that_is_high_enough_is_left_alone() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     raise_limit(1)
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
-
-
-@pytest.fixture
-def limit(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Makes the process one with a limit and a number of open descriptors."""
-
-    def set_to(soft: int, used: int) -> None:
-        monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
-        monkeypatch.setattr("controlplane.bus.descriptors._open_now", lambda: used)
-
-    return set_to
-
-
-def test_few_descriptors_are_said_once_until_there_are_more(
-    limit: Callable[[int, int], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    descriptors = Descriptors()
-    warned = []
-    for turn, used in enumerate((800, 801, 900, 400, 900)):
-        limit(1000, used)
-        descriptors.check(turn * CHECK_US, agents=300)
-        warned.append((bool(descriptors.warning), len(caplog.records)))
-    assert warned == [(False, 0), (True, 1), (True, 1), (False, 1), (True, 2)]
-    assert descriptors.warning.startswith(
-        "100 of 1000 file descriptors are left in the trainer's process: room for 350"
-    )
-    limit(1000, 400)
-    descriptors.check(4 * CHECK_US + 1, agents=300)  # not yet time to look again
-    assert descriptors.warning
-
-
-def test_the_status_says_that_few_descriptors_are_left(tmp_path: Path, limit: Callable[[int, int], None]) -> None:
-    limit(1000, 990)
-    with ControlPlane(ADDRESS, log=tmp_path / "run.db") as plane:
-        plane.flush().wait(10)
-        status = plane.status()
-    assert "room for 5 agents" in status.descriptors and status.warnings == (status.descriptors,)
-    assert f"  {status.descriptors}" in str(status).splitlines()
 
 
 @pytest.mark.anyio

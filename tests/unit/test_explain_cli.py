@@ -7,7 +7,7 @@ from click.testing import CliRunner, Result
 
 from controlplane.cli.__main__ import cli
 from controlplane.cli.explain import notes
-from schemas.commands import ProfilePlan, TorchMemory
+from schemas.commands import ProfilePlan
 from schemas.profiler.config import ProfilerConfig, read_verl_config
 from tests.running import python, typed
 
@@ -19,30 +19,28 @@ def explain(*arguments: str | Path) -> Result:
     return CliRunner().invoke(cli, ["profile", "explain", *map(str, arguments)], catch_exceptions=False)
 
 
-def notes_of(plan: ProfilePlan, *, gpus: int | None = None, **config: object) -> list[str]:
+def notes_of(plan: ProfilePlan, **config: object) -> list[str]:
     """Return the notes on rollouts that are profiled in step 1, without the line on sessions."""
-    return list(notes(ProfilerConfig(plan=plan, steps=(1,), **config), gpus))[1:]  # type: ignore[arg-type]
+    return list(notes(ProfilerConfig(plan=plan, steps=(1,), **config)))[1:]  # type: ignore[arg-type]
 
 
 def test_a_file_of_ours() -> None:
-    shown = explain(CONFIGS / "profiler.yaml", "--gpus-per-replica", "2")
+    shown = explain(CONFIGS / "profiler.yaml")
     assert (shown.exit_code, shown.stderr) == (0, "")
     assert ProfilerConfig.from_yaml(shown.stdout) == ProfilerConfig.from_yaml(CONFIGS / "profiler.yaml")
     assert shown.stdout.startswith("plan:\n  ranks: [0, 8]\n  window: {start: 0, end: 4}\n")
     assert [line for line in shown.stdout.splitlines() if line.startswith("#")] == [
-        "# sessions: 5, at steps 1, 5-8",
-        "# rollout: replicas 0, 4",
+        "# sessions: 5, at steps 1, 5, 6, 7, 8",
         "# rollout: traces in /data/profile/global_step_<N>/replica_<R>/",
         "# actor: traces in /data/profile/global_step_<N>/actor_rank_<R>/",
         "# critic: traces in /data/profile/global_step_<N>/critic_rank_<R>/",
-        "# critic: sessions at the end without a snapshot: 1",
     ]
 
 
 def test_a_file_of_verl_is_printed_as_our_own_yaml_that_means_the_same() -> None:
     shown = explain(CONFIGS / "verl_all_on.yaml", "--verl")
     assert ProfilerConfig.from_yaml(shown.stdout) == read_verl_config(CONFIGS / "verl_all_on.yaml").config
-    assert [line.partition(":")[0] for line in shown.stderr.splitlines()] == ["warning"] * 2
+    assert [line.partition(":")[0] for line in shown.stderr.splitlines()] == ["warning"]
 
 
 def test_a_file_of_verl_with_ranks_as_it_had_them_then() -> None:
@@ -76,7 +74,7 @@ def test_options_for_verls_files_need_verl(options: tuple[str, ...]) -> None:
     [
         (ProfilerConfig(), "sessions: none"),
         (ProfilerConfig(steps=(1, 3), plan=OFF), "sessions: none"),
-        (ProfilerConfig(steps=(1, 2, 3, 7)), "sessions: 4, at steps 1-3, 7"),
+        (ProfilerConfig(steps=(1, 2, 3, 7)), "sessions: 4, at steps 1, 2, 3, 7"),
         (ProfilerConfig(steps=(1, 2, 3, 7), continuous=True), "sessions: 2, at steps 1, 7"),
     ],
 )
@@ -84,26 +82,11 @@ def test_sessions(config: ProfilerConfig, line: str) -> None:
     assert next(notes(config)) == line
 
 
-@pytest.mark.parametrize(
-    ("plan", "gpus", "replicas"),
-    [
-        (ProfilePlan(), 2, []),
-        (ProfilePlan(ranks=frozenset({0, 8})), None, []),
-        (ProfilePlan(ranks=frozenset({0, 1})), 8, ["rollout: replicas 0"]),
-        (ProfilePlan(ranks=frozenset({8}), replicas=frozenset({0})), 4, ["rollout: replicas 0, 2"]),
-    ],
-)
-def test_replicas_that_own_the_ranks(plan: ProfilePlan, gpus: int | None, replicas: list[str]) -> None:
-    assert notes_of(plan, gpus=gpus)[:-1] == replicas
-
-
 def test_what_is_not_recorded() -> None:
     assert notes_of(ProfilePlan(tool="nsys"), roles={"actor": ProfilePlan(tool="nsys"), "ref": OFF}) == [
         "rollout: not recorded, since no engine runs nsys: agents answer skipped(tool_unsupported)",
         "actor: nsys writes its own report, which is not moved",
     ]
-    memory = ProfilePlan(tool="torch_memory", options=TorchMemory(snapshot_steps=2), steps=frozenset({4}))
-    assert len(notes_of(OFF, roles={"actor": memory})) == 1
 
 
 @pytest.mark.parametrize(

@@ -55,12 +55,8 @@ def test_every_key_file_is_private_from_its_first_byte(
     folder = KeyFolder(tmp_path / "keys")
     folder.make_server()
     folder.add("node", "agent", ("0",))
-    folder.rotate("node")
-    folder.finish("node")
-    folder.rotate_server()
-    folder.finish_server()
     folder.revoke("node")
-    assert len(created) >= 8
+    assert len(created) >= 4
     assert set(created) == {0o600}
     found = list(folder.path.rglob("*"))
     assert {mode(path) for path in found if path.is_file()} == {0o600}
@@ -93,8 +89,8 @@ def test_a_mounted_secret_may_be_read_only_and_behind_a_link(folder: KeyFolder, 
         (b"[" * 60_000, "got `array`"),
         (b"{}", "missing required field"),
         (b" " * 70_000, "larger than"),
-        (b'{"name": "x", "pair": {"public": "SECRETSECRET", "secret": "SECRETSECRET"}, "servers": []}', "regex"),
-        (b'{"name": "../x", "pair": {"public": "SECRETSECRET", "secret": "SECRETSECRET"}, "servers": []}', "regex"),
+        (b'{"name": "x", "pair": {"public": "SECRETSECRET", "secret": "SECRETSECRET"}, "server": ""}', "regex"),
+        (b'{"name": "../x", "pair": {"public": "SECRETSECRET", "secret": "SECRETSECRET"}, "server": ""}', "regex"),
     ],
 )
 def test_a_file_that_holds_something_else_is_refused_without_showing_it(
@@ -121,11 +117,11 @@ def test_a_pipe_or_folder_in_the_place_of_a_key_file_stops_nothing(tmp_path: Pat
 def test_keys_that_were_mangled_on_the_way_are_refused(folder: KeyFolder, tmp_path: Path) -> None:
     keys = read_peer_keys(folder.add("node", "agent", ("0",)))
     other = KeyPair.generate()
-    mixed = PeerKeys(name="a", pair=KeyPair(public=other.public, secret=keys.pair.secret), servers=keys.servers)
+    mixed = PeerKeys(name="a", pair=KeyPair(public=other.public, secret=keys.pair.secret), server=keys.server)
     write_private(tmp_path / "a.key", mixed)
     with pytest.raises(KeyFileError, match="don't belong together"):
         read_peer_keys(tmp_path / "a.key")
-    write_private(tmp_path / "b.key", PeerKeys(name="b", pair=keys.pair, servers=("#" * 40,)))
+    write_private(tmp_path / "b.key", PeerKeys(name="b", pair=keys.pair, server="#" * 40))
     with pytest.raises(KeyFileError, match="public key of the bus in it is damaged"):
         read_peer_keys(tmp_path / "b.key")
 
@@ -183,7 +179,7 @@ def test_a_file_that_is_replaced_is_read_again_and_a_broken_one_keeps_the_old_ke
     assert source is not None
     before = source.keys
     assert not source.refresh()
-    folder.rotate("node")
+    issued.write_bytes(folder.add("node-2", "agent", ("0",)).read_bytes())
     assert source.refresh()
     assert source.keys.pair != before.pair
     assert not source.refresh()
@@ -209,31 +205,6 @@ def test_a_key_may_come_in_until_it_is_revoked(folder: KeyFolder) -> None:
     again = read_peer_keys(folder.add("node", "agent", ("0",))).pair.public
     folder.revoke("node")
     assert folder.access_list() == ({}, {public: "node", again: "node"})
-
-
-def test_both_keys_are_accepted_while_one_replaces_the_other(folder: KeyFolder) -> None:
-    old = read_peer_keys(folder.add("node", "agent", ("0",))).pair.public
-    new = read_peer_keys(folder.rotate("node")).pair.public
-    assert set(folder.access_list().grants) == {old, new}
-    with pytest.raises(KeyFileError, match="being replaced already"):
-        folder.rotate("node")
-    folder.finish("node")
-    assert (set(folder.access_list().grants), set(folder.access_list().revoked)) == ({new}, {old})
-    with pytest.raises(KeyFileError, match="not being replaced"):
-        folder.finish("node")
-
-
-def test_a_peer_trusts_both_keys_of_the_bus_while_one_replaces_the_other(folder: KeyFolder) -> None:
-    issued = folder.add("node", "agent", ("0",))
-    now = folder.server_pair().public
-    following, changed = folder.rotate_server()
-    assert changed == [issued]
-    assert read_peer_keys(issued).servers == (now, following)
-    assert read_peer_keys(folder.add("late", "agent", ("1",))).servers == (now, following)
-    assert folder.server_pair().public == now
-    folder.finish_server()
-    assert folder.server_pair().public == following
-    assert read_peer_keys(issued).servers == (following,)
 
 
 def test_a_revoked_key_stays_out_even_where_it_is_allowed_again(folder: KeyFolder) -> None:
@@ -371,21 +342,13 @@ def test_the_life_of_keys_on_the_command_line_shows_no_secret(tmp_path: Path) ->
         run("new", "node-a", "--place", "0", "--keys", keys),
         run("new", "ops", "--role", "operator", "--keys", keys),
         run("new", "spare", "--fleet", "--keys", keys),
-        run("rotate", "node-a", "--keys", keys),
-        run("list", "--keys", keys),
-        run("rotate", "node-a", "--finish", "--keys", keys),
-        run("rotate", "--server", "--keys", keys),
-        run("list", "--keys", keys),
-        run("rotate", "--server", "--finish", "--keys", keys),
         run("revoke", "spare", "--keys", keys),
         run("list", "--keys", keys),
     ]
     assert "agent 0" in said[0]
     assert "operator" in said[1]
     assert "agent at any place" in said[2]
-    assert "being replaced" in said[4]
-    assert "next " in said[7]
-    assert "revoked" in said[10]
+    assert "revoked" in said[4]
     listed = json.loads(run("list", "--json", "--keys", keys))
     assert [key["name"] for key in listed["allowed"]] == ["node-a", "ops"]
     secrets = [KeyFolder(keys).server_pair().secret]
@@ -398,10 +361,6 @@ def test_the_path_of_a_folder_is_printed_and_does_nothing(tmp_path: Path) -> Non
     keys = tmp_path / "\x1b[2J[red]keys[/]\u202e\n\x9b31m"
     said = [
         run("new", "node-a", "--place", "0", "--keys", keys),
-        run("rotate", "node-a", "--keys", keys),
-        run("rotate", "node-a", "--finish", "--keys", keys),
-        run("rotate", "--server", "--keys", keys),
-        run("rotate", "--server", "--finish", "--keys", keys),
         run("list", "--keys", keys),
         run("revoke", "node-a", "--keys", keys),
     ]
@@ -424,9 +383,6 @@ def test_the_path_of_a_folder_is_printed_and_does_nothing(tmp_path: Path) -> Non
         (["new", "a", "--place", "*"], "is not a place"),
         (["list"], "holds no key of a bus"),
         (["revoke", "a"], "has no key a"),
-        (["rotate"], "name one key, or say --server"),
-        (["rotate", "a", "--server"], "name one key, or say --server"),
-        (["rotate", "a"], "has no key a"),
     ],
 )
 def test_a_wrong_use_of_the_command_line_says_what_to_do(tmp_path: Path, words: list[str], says: str) -> None:
@@ -444,7 +400,7 @@ def test_a_change_within_the_tick_of_the_file_systems_clock_is_seen(folder: KeyF
     folder.add("a", "observer", ())
     access = Access(folder)
     seen = (folder.path / "allowed").stat().st_mtime_ns
-    public = folder.allowed("a").public[0]
+    public = folder.allowed("a").public
     folder.revoke("a")
     (folder.path / "revoked" / "a.1.json").unlink()
     for changed in (folder.path / "allowed", folder.path / "revoked"):

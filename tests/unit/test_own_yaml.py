@@ -69,7 +69,7 @@ def test_a_date_is_text_and_so_are_numbers_that_yaml_1_1_reads_in_base_60_or_8()
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 NUMBER = "a whole number of at least 0"
-TOOLS = "torch, npu, nsys, torch_memory, precision_debugger"
+TOOLS = "torch, npu, nsys, torch_memory"
 ROLE = "allowed are 1 to 32 lower-case letters, digits, _ and -, a letter first"
 MINI_BATCHES = "it counts mini-batches, and rollouts have none; write a window of forward steps"
 FORWARD_STEPS = "it counts forward steps of an engine; write a schedule, which counts mini-batches"
@@ -105,7 +105,7 @@ CONFIG = ", ".join(ProfilerConfig.__struct_fields__)
         ("roles.a.tool", "nsight", f" is 'nsight': allowed is one of {TOOLS}"),
         ("roles.rollout", {}, " is not a training role: write it as `plan`, beside `roles`"),
         ("roles.a.schedule", {}, ".active is missing: allowed is a whole number of at least 1"),
-        ("roles.a.options", {"type": "x"}, ".type is 'x': allowed is one of npu, precision_debugger, torch_memory"),
+        ("roles.a.options", {"type": "x"}, ".type is 'x': allowed is one of npu, torch_memory"),
         ("roles.a.options", MEMORY | {"context": "few"}, ".context is 'few': allowed is one of all, alloc, state"),
     ],
 )

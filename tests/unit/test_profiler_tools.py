@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from schemas.commands import Npu, PrecisionDebugger, ProfilePlan, Schedule, ToolOptions, TorchMemory, Window
+from schemas.commands import Npu, ProfilePlan, Schedule, ToolOptions, TorchMemory, Window
 from schemas.errors import ConfigError, EngineError, UnsupportedError
 from schemas.events import CheckProfile, Returned
 from schemas.profiler.config import ProfilerConfig
@@ -25,7 +25,7 @@ RANK: dict[str, Any] = {"bus": "tcp://127.0.0.1:5555", "role": "actor", "rank": 
 
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[Commanded]:
-    with Commanded(tmp_path, model="the model") as commanded:
+    with Commanded(tmp_path) as commanded:
         yield commanded
 
 
@@ -34,16 +34,13 @@ def plan(tool: str, options: ToolOptions | None = None, **settings: Any) -> Prof
 
 
 REFUSED = [
-    (plan("torch", window=Window(0, 3)), "a window, by_stage or merge .* are for engines. Use a schedule"),
-    (plan("torch", by_stage=True), "they are for engines. .*discrete for a trace of each stage"),
+    (plan("torch", window=Window(0, 3)), "`window`: it counts forward steps of an engine; write a schedule"),
+    (plan("torch", by_stage=True), "`by_stage`: only an engine makes a trace of each stage; write discrete"),
     (plan("torch", activities=frozenset({"npu"})), "activity npu: tool npu records it"),
-    (plan("torch", Npu()), "options of type Npu: they are those of another tool"),
-    (plan("nsys", schedule=Schedule(active=1)), "a schedule: only tool torch has one"),
-    (plan("perf"), "a training rank: the tools for that are npu, nsys, precision_debugger, torch, torch_memory"),
+    (plan("torch", Npu()), "`options`: these are not options of the tool torch"),
+    (plan("nsys", schedule=Schedule(active=1)), "`schedule`: only the tool torch has one"),
+    (plan("perf"), "a training rank: the tools for that are npu, nsys, torch, torch_memory"),
     (plan("npu"), "torch_npu is not installed .*pip install torch-npu"),
-    (plan("precision_debugger"), "without `config_path`"),
-    (plan("precision_debugger", PrecisionDebugger(config_path="/nowhere.json")), "/nowhere.json: there is no such"),
-    (plan("precision_debugger", PrecisionDebugger(config_path=__file__)), "msprobe.pytorch is not installed"),
 ]
 if not torch.cuda.is_available():
     REFUSED += [
@@ -210,17 +207,14 @@ def test_an_npu_stage_is_a_profile_of_its_own(rank: Commanded, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("layout", ["step", "verl_step", "verl"])
-@pytest.mark.parametrize("tool", ["npu", "precision_debugger"])
 def test_files_that_a_tool_names_itself_belong_to_one_rank_and_session(
-    rank: Commanded, monkeypatch: pytest.MonkeyPatch, tool: str, layout: str
+    rank: Commanded, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     ascend_stand_ins.npu(monkeypatch)
-    ascend_stand_ins.msprobe(monkeypatch)
-    options = PrecisionDebugger(config_path=__file__) if tool == "precision_debugger" else None
     paths: set[str] = set()
     for commanded in (rank, Commanded(rank.root, "critic")):
         for step in (3, 4):
-            commanded.start(plan(tool, options, layout=layout), step=step)
+            commanded.start(plan("npu", layout=layout), step=step)
             with annotate("update", role=commanded.identity.role):
                 pass
             (trace,) = commanded.stop().traces
@@ -236,38 +230,4 @@ def test_a_tool_that_wrote_nothing_is_reported(rank: Commanded, monkeypatch: pyt
     with annotate("update"):
         pass
     with pytest.raises(EngineError, match="wrote nothing to"):
-        rank.stop()
-
-
-def test_precision_is_watched_in_the_stages_that_the_plan_names(
-    rank: Commanded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = ascend_stand_ins.msprobe(monkeypatch)
-    config = tmp_path / "config.json"
-    config.write_text("{}")
-    options = PrecisionDebugger(config_path=str(config), stages=frozenset({"actor_update", "ref"}))
-    for step in (3, 4):
-        rank.start(plan("precision_debugger", options), step=step)
-        with annotate("log_prob"):
-            pass
-        with pytest.raises(ZeroDivisionError), annotate("actor_update"):
-            raise ZeroDivisionError
-        with annotate("ref", model="another"):
-            pass
-        assert [trace.path for trace in rank.stop().traces] == [
-            f"global_step_{step}/actor_rank_3/{stage}/step0/rank0/dump.json" for stage in ("actor_update", "ref")
-        ]
-    once = [("start", "actor_update", "the model"), ("stop",), ("step",), ("start", "ref", "another"), ("stop",)]
-    assert calls == [*once, ("step",), *once, ("step",)]
-
-
-def test_a_strict_plan_fails_for_stages_that_never_came(
-    rank: Commanded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ascend_stand_ins.msprobe(monkeypatch)
-    options = PrecisionDebugger(config_path=__file__, stages=frozenset({"actor_updaet"}), strict=True)
-    rank.start(plan("precision_debugger", options))
-    with annotate("actor_update"):
-        pass
-    with pytest.raises(EngineError, match=r"never came: actor_updaet; those that came: actor_update\."):
         rank.stop()

@@ -516,17 +516,15 @@ def test_another_failure_of_a_checkpoint_loses_nothing(path: Path, monkeypatch: 
 
 # --- file systems -----------------------------------------------------------------------------------------------------
 
-MOUNTS = """\
-/dev/vda / ext4 rw,relatime 0 0
-server:/home /home nfs4 rw,vers=4.2 0 0
-scratch@tcp:/fs /lustre lustre rw,flock 0 0
-tmpfs /home/local tmpfs rw 0 0
-//share /mnt/my\\040share cifs rw 0 0
-store /weka fuse.s3fs rw 0 0
-tmpfs /weka tmpfs rw 0 0
-
-broken
-"""
+MOUNTS = [
+    ("/", "ext4"),
+    ("/home", "nfs4"),
+    ("/lustre", "lustre"),
+    ("/home/local", "tmpfs"),
+    ("/mnt/my share", "cifs"),
+    ("/weka", "fuse.s3fs"),
+    ("/weka", "tmpfs"),
+]
 
 
 @pytest.mark.parametrize(
@@ -543,12 +541,17 @@ broken
         ("/weka/log", "tmpfs"),
     ],
 )
-def test_the_deepest_and_newest_mount_names_the_file_system(path: str, filesystem: str) -> None:
-    assert filesystem_type(path, MOUNTS) == filesystem
+def test_the_deepest_and_newest_mount_names_the_file_system(
+    path: str, filesystem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filesystems, "mounts", lambda: MOUNTS)
+    assert filesystem_type(path) == filesystem
 
 
-def test_without_mounts_the_file_system_is_unknown() -> None:
-    assert filesystem_type("/var", "") == ""
+def test_without_mounts_the_file_system_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert filesystems.mounts(), "this machine says what is mounted"
+    monkeypatch.setattr(filesystems, "mounts", list)
+    assert filesystem_type("/var") == ""
 
 
 def test_network_file_systems_are_known_by_name() -> None:
@@ -559,7 +562,7 @@ def test_network_file_systems_are_known_by_name() -> None:
 
 
 def test_a_file_on_a_network_file_system_has_a_rollback_journal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filesystems, "read_mounts", lambda: "server:/ / nfs4 rw 0 0\n")
+    monkeypatch.setattr(filesystems, "mounts", lambda: [("/", "nfs4")])
     with RecordFile.open(path) as file, RecordReader.open(path) as reader:
         assert file.journal_mode == "truncate" and file._checkpointer is None
         fill(file, 400)
@@ -575,7 +578,7 @@ def test_a_file_in_wal_mode_is_converted_on_a_network_file_system(path: Path, mo
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA journal_mode = WAL")
     connection.close()
-    monkeypatch.setattr(filesystems, "read_mounts", lambda: "server:/ / nfs4 rw 0 0\n")
+    monkeypatch.setattr(filesystems, "mounts", lambda: [("/", "nfs4")])
     with RecordFile.open(path) as file:
         assert file.journal_mode == "truncate"
         fill(file, 20)

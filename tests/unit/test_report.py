@@ -81,14 +81,11 @@ def command(*args: str | Path) -> subprocess.CompletedProcess[str]:
 # --- recorded runs ----------------------------------------------------------------------------------------------------
 
 
-def test_a_refused_checkpoint_is_reported_with_its_message_and_the_state_of_the_engine() -> None:
+def test_a_refused_checkpoint_is_reported_with_its_message() -> None:
     report = recorded("torn-fleet")
     (cause,) = report.causes
     assert (cause.text, cause.agents, cause.kind) == ("weights prepare v2", "1.0", "failed")
-    assert (
-        cause.message.startswith("checkpoint refused")
-        and "then held: tiny 1, tokenizer present, v1, digest " in cause.engines["1.0"]
-    )
+    assert cause.message.startswith("checkpoint refused")
     (out,) = report.quarantines
     assert (cause.quarantines, report.unexplained) == ([out], [])
     assert (out.replica, out.version, out.reason_ended) == (1, 2, "the sync to v3 included it")
@@ -99,9 +96,7 @@ def test_a_killed_agent_is_lost_and_its_replica_out_of_service_until_it_is_back(
     report = recorded("killed")
     (cause,) = report.causes
     assert (cause.kind, cause.away, cause.outcomes) == ("lost", [], report.counts["missing"])
-    assert cause.engines[cause.agents].startswith("was last heard")
     assert [agent.agent for agent in report.lost] == [cause.agents]
-    assert (report.stragglers[0].agent, report.stragglers[0].missing) == (cause.agents, cause.outcomes)
     (out,) = report.quarantines
     assert out.reason_ended == "its agent restarted" and f"{out.replica}.0" == cause.agents
     assert (cause.quarantines, report.unexplained) == ([out], [])
@@ -198,7 +193,6 @@ def test_commands_left_open_by_a_trainer_are_no_agents_fault() -> None:
     (left,) = [command for command in report.steps[0].commands if command.text == "pause"]
     assert (left.concluded, left.duration_us) == (True, 2_000_000)  # not its timeout of ten minutes
     assert [(cause.kind, cause.reason) for cause in report.causes] == [("missing", "bus_restarted")]
-    assert report.stragglers == []
 
 
 UP = AgentStatus(ready=True, tokenizer="present", engine="tiny", generating=True)

@@ -21,8 +21,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def mount(monkeypatch: pytest.MonkeyPatch, place: Path, kind: str) -> None:
-    mounts = f"/dev/x / ext4 rw 0 0\nserver:/home {place} {kind} rw 0 0\n"
-    monkeypatch.setattr(filesystems, "read_mounts", lambda: mounts)
+    monkeypatch.setattr(filesystems, "mounts", lambda: [("/", "ext4"), (str(place), kind)])
 
 
 def test_each_bus_has_a_folder_of_its_own(home: Path) -> None:

@@ -12,7 +12,7 @@ from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
 from controlplane.machine.events import Closed, CoordinatorEvent, Opened, TimerFired
 from controlplane.record.follow import follow
 from controlplane.record.log import RunLog
-from schemas.commands import Checkpoint, EngineCommand, ProfileCommand, ProfilePlan, Target
+from schemas.commands import EngineCommand, Target
 from schemas.errors import LogError
 from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing
 from schemas.reports import AgentOutcome, FleetStatus, Report, SyncReport
@@ -112,12 +112,6 @@ def test_arrows_select_replicas_in_the_order_of_the_screen() -> None:
     [
         ("p\r", Confirmed(EngineCommand(operation="pause", mode="abort"), Target())),
         ("jr\n", Confirmed(EngineCommand(operation="resume"), Target(replicas=frozenset([3])))),
-        (
-            "jjo\x7f5\r",
-            Confirmed(ProfileCommand(action="start", step=15, plan=ProfilePlan()), Target(replicas=frozenset([0]))),
-        ),
-        ("jsckpt/q7x\x7f\r", Confirmed(Checkpoint("ckpt/q7"), Target(replicas=frozenset([3])))),
-        ("o\r", Confirmed(ProfileCommand(action="stop", step=12), Target())),
     ],
 )
 def test_a_command_is_sent_when_it_is_confirmed(keys: str, order: Confirmed) -> None:
@@ -125,13 +119,13 @@ def test_a_command_is_sent_when_it_is_confirmed(keys: str, order: Confirmed) -> 
     assert (orders, view.question) == ([order], None)
 
 
-@pytest.mark.parametrize("keys", ["p", "pn", "p\x1b", "jjo\x7f\x7f\r", "pq", "s\r", "sa\x1b", "x\r\r", "\r"])
+@pytest.mark.parametrize("keys", ["p", "pn", "p\x1b", "pq", "x\r\r", "\r"])
 def test_nothing_is_sent_otherwise(keys: str) -> None:
     assert after(keys)[1] == []
 
 
 def test_an_observer_is_told_that_he_can_only_look() -> None:
-    for keys in ("p\r", "r\r", "sx\r", "o\r"):
+    for keys in ("p\r", "r\r"):
         view, orders = after(keys, replace(FLEET, read_only=True))
         assert (view.message, view.trouble, orders) == ((READ_ONLY,), True, [])
     assert "this key may read, and not command" in text(replace(FLEET, read_only=True), TopView(), 80, 20)[-1]

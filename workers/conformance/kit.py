@@ -34,14 +34,7 @@ _NOT_LISTED: Final = {Operation.ADAPTERS: "not launched for adapters"}
 
 
 class Row(Struct, frozen=True, kw_only=True):
-    """One line of the table.
-
-    Attributes:
-        operation: What was checked.
-        verdict: Whether it works.
-        seen: What is wrong, or what was seen.
-        seconds: How long the check took.
-    """
+    """One line of the table."""
 
     operation: str
     verdict: Verdict

@@ -17,13 +17,7 @@ LOCAL: Final = ("127.0.0.1", "localhost", "::1")
 
 
 class ServerClient:
-    """Streams tokens from a server, and measures the memory of the GPUs beside it.
-
-    Args:
-        kind: `vllm` or `sglang`.
-        url: http://HOST:PORT of the server.
-        key: Its API key.
-    """
+    """Streams tokens from a server, and measures the memory of the GPUs beside it."""
 
     def __init__(self, kind: str, url: str, key: str | None = None) -> None:
         self._kind, self._url = kind, base_url(url)

@@ -70,15 +70,7 @@ def checked_adapter(
     limits: LoRALimits,
     check: Callable[[Path, Mapping[str, TensorPlace], Manifest], None] = check_tensors,
 ) -> Path:
-    """Return the directory of a version, after checking all of it. Raises CheckpointError.
-
-    Args:
-        root: Root of the paths in commands.
-        adapter: The version.
-        layout: Tensors of the engine's model; None if they can't be read here.
-        limits: What the engine was launched for.
-        check: Compares the tensors with the manifest.
-    """
+    """Return the directory of a version, after checking all of it. Raises CheckpointError."""
     directory = adapter_path(root, adapter.path)
     files = [file.name for file in safetensors_files(directory)]
     if files != [WEIGHTS]:

@@ -98,7 +98,7 @@ class Connection:
     ) -> None:
         self._bus, self._agent, self._retry_ms, self._context = bus, agent, retry_ms, context
         self._relayed, self._addresses = dialled, dict[str, str]()  # by what was dialled: the bus's address
-        self._keys, self._attempt = keys, 0
+        self._keys = keys
         self._waiting, self._now_ms, self._silence_limit_ms = waiting, now_ms, silence_limit_ms
         self._question, self._replaced = question, replaced
         self.dealer = self._dial(read_address(bus))
@@ -133,13 +133,12 @@ class Connection:
 
     def credentials(self) -> Credentials | None:
         """Return what to dial with now; the bus's other socket takes the same."""
-        return self._keys.credentials(self._attempt) if self._keys is not None else None
+        return self._keys.credentials() if self._keys is not None else None
 
     def use_new_keys(self) -> None:
         """Dial anew if the key file has changed. The bus then sees a new connection of the same incarnation."""
         if self._keys is not None and self._keys.refresh():
             logger.info("agent %s: its key file has changed; joining again with the new key", self._agent)
-            self._attempt = 0
             self.dealer.redial(self.credentials())
             self._dialled.set()
             self._replaced()
@@ -197,7 +196,7 @@ class Connection:
             dealer.close(0)
             if self._asking is not None:
                 self._asking.cancel()
-            self._asked_ms, self._attempt = None, 0
+            self._asked_ms = None
             self._dialled.set()
             self._replaced()
 
@@ -219,7 +218,6 @@ class Connection:
                 self._waiting.explain(reason)
                 await anyio.sleep(jittered_s(self._retry_ms, pause_ms))
                 pause_ms = min(2 * pause_ms, PAUSE_MS_MAX)
-                self._attempt += 1
                 if self._keys is not None:
                     self._keys.refresh()
                 dealer.redial(self.credentials())

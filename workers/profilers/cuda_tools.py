@@ -66,7 +66,7 @@ class NsysRecorder(Recorder):
 
     _device: int | None = None  # the device with the open range
 
-    def begin(self, stage: str, scheduled: bool, model: object | None) -> None:
+    def begin(self, stage: str, scheduled: bool) -> None:
         if self._device is None:
             torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
             self._device = torch.cuda.current_device()

@@ -49,7 +49,6 @@ class TrainingRank:
         profiler: The trainer's configuration, if it is known here: a plan that can't be honoured then raises at once.
         config: Settings of the agent.
         keys: File with this rank's key, or what `Agent` takes instead.
-        model: The module that stages run, for tools that watch one.
 
     Attributes:
         failure: What ended the agent, if anything did.
@@ -72,7 +71,6 @@ class TrainingRank:
         profiler: ProfilerConfig | None = None,
         config: AgentConfig | None = None,
         keys: StrPath | PeerKeys | None = None,
-        model: object | None = None,
     ) -> None:
         self.identity = _identity(role, rank, world_size)
         profiler = within_bounds(profiler or ProfilerConfig())
@@ -82,7 +80,7 @@ class TrainingRank:
         plan = profiler.roles.get(role)
         if plan is not None and profile_skip_reason(plan, None, self.identity) in (None, Reason.TOOL_UNSUPPORTED):
             require_supported(plan)
-        self.profiler = RankProfiler(self.identity, traces=Path(root), world_size=world_size, model=model)
+        self.profiler = RankProfiler(self.identity, traces=Path(root), world_size=world_size)
         self.failure: RolloutctlError | None = None
         self._bus, self._config = bus, config
         self._state = Path(state_dir) if state_dir is not None else None
@@ -158,15 +156,14 @@ class TrainingRank:
 
     # --- called by the training code ----------------------------------------------------------------------------------
 
-    def annotate(self, stage: str, *, scheduled: bool = False, model: object | None = None) -> Stage:
+    def annotate(self, stage: str, *, scheduled: bool = False) -> Stage:
         """Mark a stage of this rank, as a decorator or with `with`; see `workers.profilers.annotate`.
 
         Args:
             stage: Name of the stage.
             scheduled: As in `annotate`.
-            model: As in `annotate`.
         """
-        return Stage(stage, None, scheduled, model, self.profiler)
+        return Stage(stage, None, scheduled, self.profiler)
 
     def mini_batch(self) -> None:
         """Note that one mini-batch of a scheduled stage is done."""

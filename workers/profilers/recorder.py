@@ -100,7 +100,7 @@ class Recorder(ABC):
         self.plan, self.files = plan, files
         self.failures: list[str] = []
 
-    def begin(self, stage: str, scheduled: bool, model: object | None) -> None:  # noqa: B027
+    def begin(self, stage: str, scheduled: bool) -> None:  # noqa: B027
         """An outermost stage begins on this thread."""
 
     def end(self) -> None:  # noqa: B027

@@ -67,16 +67,10 @@ class RankProfiler:
     effect at once. In the middle of a stage it takes effect where the training thread next enters or leaves a stage, or
     ends a mini-batch. If that is after the deadline of the stop, the outcome is `engine_timeout`, and the session is
     closed then.
-
-    Args:
-        identity: The training rank.
-        traces: Root of the directories that commands name.
-        world_size: Ranks of its role.
-        model: The module that stages run, unless a stage names its own; for tools that watch one.
     """
 
-    def __init__(self, identity: Identity, *, traces: Path, world_size: int = 1, model: object | None = None) -> None:
-        self.identity, self.role, self.world_size, self.model = identity, identity.role, world_size, model
+    def __init__(self, identity: Identity, *, traces: Path, world_size: int = 1) -> None:
+        self.identity, self.role, self.world_size = identity, identity.role, world_size
         self._traces = traces.resolve()
         self._instance = secrets.token_hex(8)
         self._pid = os.getpid()
@@ -191,8 +185,7 @@ class RankProfiler:
                 session.owner, session.recording = entered, True
         recorder = session.recorder
         if outermost:
-            model = stage.model if stage.model is not None else self.model
-            begin = partial(recorder.begin, stage.name, stage.scheduled, model)
+            begin = partial(recorder.begin, stage.name, stage.scheduled)
             if not self._guard(session, begin, f"stage {stage.name} is not recorded: "):
                 self._set_ended(session)
         self._guard(session, lambda: entered.span.enter_context(recorder.mark(stage.name)))

@@ -85,7 +85,6 @@ class Stage(Struct):  # one is made for each `with`, and a Struct is made five t
     name: str
     role: str | None = None
     scheduled: bool = False
-    model: object = None
     listener: object = None
     entered: tuple[tuple[tuple[StageListener, object], ...], ...] = ()
 
@@ -133,16 +132,15 @@ class Stage(Struct):  # one is made for each `with`, and a Struct is made five t
         return self.role is None or self.role == listener.role
 
 
-def annotate(stage: str, *, role: str | None = None, scheduled: bool = False, model: object | None = None) -> Stage:
+def annotate(stage: str, *, role: str | None = None, scheduled: bool = False) -> Stage:
     """Mark a stage for the ranks that are open in this process: `@annotate("update_actor")` or `with annotate(…)`.
 
     Args:
         stage: Its name.
         role: Only for the rank of that role; None for all.
         scheduled: Its mini-batches are those of the plan's schedule.
-        model: The torch module that the stage runs, for tools that watch one.
     """
-    return Stage(stage, role, scheduled, model)
+    return Stage(stage, role, scheduled)
 
 
 def mini_batch(role: str | None = None) -> None:

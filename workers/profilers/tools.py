@@ -1,17 +1,17 @@
 """The tools of a training rank, and what each can't record in this process."""
 
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Final
 
-from schemas.commands import Npu, PrecisionDebugger, ProfilePlan, TorchMemory
+from schemas.commands import ProfilePlan
+from schemas.profiler.settings import without_effect
 from schemas.selection import RANK_TOOLS
 from workers.limits import Limit, require_recordable
-from workers.profilers.ascend_tools import NpuRecorder, PrecisionRecorder
+from workers.profilers.ascend_tools import NpuRecorder
 from workers.profilers.recorder import Recorder, SessionFiles
 
 TORCH_EXTRA: Final = "install rolloutctl with its extra `torch` (docs/installation.md)"
@@ -43,26 +43,16 @@ def make_recorder(plan: ProfilePlan, files: SessionFiles) -> Recorder:
 
             return (MemoryRecorder if plan.tool == "torch_memory" else NsysRecorder)(plan, files)
         case _:
-            return (NpuRecorder if plan.tool == "npu" else PrecisionRecorder)(plan, files)
+            return NpuRecorder(plan, files)
 
 
 def _limits(plan: ProfilePlan) -> Iterator[Limit]:
     yield Limit(
         plan.tool not in RANK_TOOLS, "a training rank", f"the tools for that are {', '.join(sorted(RANK_TOOLS))}"
     )
-    yield Limit(
-        plan.window is not None or plan.by_stage or plan.merge,
-        "a window, by_stage or merge in a training rank",
-        "they are for engines. Use a schedule, which counts mini-batches, or discrete for a trace of each stage",
-    )
-    limits, options = _TOOLS[plan.tool]
-    yield Limit(
-        plan.options is not None and type(plan.options) is not options,
-        f"with options of type {type(plan.options).__name__}",
-        "they are those of another tool",
-    )
-    yield Limit(plan.schedule is not None and plan.tool != "torch", "a schedule", "only tool torch has one")
-    yield from limits(plan)
+    for field, reason in without_effect(plan, role=True):
+        yield Limit(True, f"with `{field}`", reason)
+    yield from _TOOLS[plan.tool](plan)
 
 
 def _torch_limits(plan: ProfilePlan) -> Iterator[Limit]:
@@ -91,13 +81,6 @@ def _npu_limits(plan: ProfilePlan) -> Iterator[Limit]:
     yield _import_limit("torch_npu", "pip install torch-npu")
 
 
-def _precision_limits(plan: ProfilePlan) -> Iterator[Limit]:
-    path = plan.options.config_path if isinstance(plan.options, PrecisionDebugger) else ""
-    yield Limit(not path, "without `config_path`", "it names a JSON file of msprobe")
-    yield Limit(not os.path.isfile(path), f"with `config_path` {path}", "there is no such file here")
-    yield _import_limit("msprobe.pytorch", "pip install mindstudio-probe")
-
-
 def _import_limit(module: str, remedy: str) -> Limit:
     try:
         importlib.import_module(module)
@@ -108,11 +91,10 @@ def _import_limit(module: str, remedy: str) -> Limit:
     return Limit(False, "", "")
 
 
-_TOOLS: Final[dict[str, tuple[Callable[[ProfilePlan], Iterator[Limit]], type | None]]] = {
-    "torch": (_torch_tool_limits, None),
-    "torch_memory": (_cuda_limits, TorchMemory),
-    "nsys": (_cuda_limits, None),
-    "npu": (_npu_limits, Npu),
-    "precision_debugger": (_precision_limits, PrecisionDebugger),
+_TOOLS: Final[dict[str, Callable[[ProfilePlan], Iterator[Limit]]]] = {
+    "torch": _torch_tool_limits,
+    "torch_memory": _cuda_limits,
+    "nsys": _cuda_limits,
+    "npu": _npu_limits,
 }
-"""What each tool can't record here, and the type of its options."""
+"""What each tool can't record here."""

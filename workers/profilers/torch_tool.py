@@ -44,7 +44,7 @@ class TorchRecorder(Recorder):
         self._first: int | None = None  # the first mini-batch in the recording
         self._mini_batch = 0  # the one under way, counted in the stage if the plan is discrete, else in the session
 
-    def begin(self, stage: str, scheduled: bool, model: object | None) -> None:
+    def begin(self, stage: str, scheduled: bool) -> None:
         self._writer.require_room()
         process_profiler.acquire()
         discrete = self.plan.discrete

@@ -199,12 +199,7 @@ class AsyncLLMClient(InProcessClient):
 
 
 def lora_request(engine: object, name: str) -> Any:
-    """Return the `LoRARequest` that makes a request run on an adapter. Raises KeyError if the engine has none so named.
-
-    Args:
-        engine: The `AsyncLLM`.
-        name: The engine's name for a version, such as `policy-v7`.
-    """
+    """Return the `LoRARequest` that makes a request run on the adapter that the engine knows by a name, or KeyError."""
     return _loaded.get(engine, {})[name]
 
 
