@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from controlplane.spans import trace_commands as trace_commands
     from controlplane.tickets import Ticket as Ticket
     from controlplane.trainers.checkpoints import CheckpointSync as CheckpointSync
+    from schemas import AgentLine as AgentLine
+    from schemas import AgentOutcome as AgentOutcome
+    from schemas import AgentStatus as AgentStatus
+    from schemas import BusConfig as BusConfig
+    from schemas import FleetStatus as FleetStatus
+    from schemas import ProfilerConfig as ProfilerConfig
+    from schemas import Report as Report
+    from schemas import SyncReport as SyncReport
 
 if not TYPE_CHECKING:
     _MODULES = {
@@ -35,12 +43,16 @@ if not TYPE_CHECKING:
         "trace_commands": "controlplane.spans",
     }
 
-    __all__ = [*_MODULES]
+    _OF_SCHEMAS = (
+        *("AgentLine", "AgentOutcome", "AgentStatus", "BusConfig"),
+        *("FleetStatus", "ProfilerConfig", "Report", "SyncReport"),
+    )
+    __all__ = [*_MODULES, *_OF_SCHEMAS]
 
     def __getattr__(name: str) -> object:
-        if name not in _MODULES:
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         refuse_foreign(("schemas",))
         from importlib import import_module
 
-        return getattr(import_module(_MODULES[name]), name)
+        return getattr(import_module(_MODULES.get(name, "schemas")), name)

@@ -18,9 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from controlplane import ControlPlane
+from controlplane import ControlPlane, ProfilerConfig
 from controlplane.trainers.trl import FleetSync, VllmRollouts
-from schemas import ProfilerConfig
 from workers import TrainingRank
 
 OUT, VLLM, PLAN = Path(sys.argv[1]).absolute(), sys.argv[2], sys.argv[3:]

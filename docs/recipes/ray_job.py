@@ -12,8 +12,8 @@ from pathlib import Path
 import ray
 from ray.util.placement_group import placement_group
 
-from controlplane import ControlPlane
-from schemas import BusConfig, Identity, RolloutMode
+from controlplane import BusConfig, ControlPlane
+from schemas import Identity, RolloutMode
 from workers import Engine, EngineOptions, LaunchedEngine, ReplicaNodes, ServerProcess, make_engine, place_agents
 
 KIND, SERVER = sys.argv[1], sys.argv[2:]

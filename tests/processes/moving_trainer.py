@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy
 from safetensors.numpy import save_file
 
-from controlplane import ControlPlane
-from schemas import BusConfig
+from controlplane import BusConfig, ControlPlane
 
 SHARED, PORT, LEASE_MS, HANGS = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), "hang" in sys.argv
 CONFIG = BusConfig(

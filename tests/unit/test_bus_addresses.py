@@ -7,10 +7,9 @@ import anyio
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
 
-from controlplane import ControlPlane
+from controlplane import BusConfig, ControlPlane
 from controlplane.bus.key_folder import KeyFolder
 from controlplane.bus.operator import ask_status
-from schemas import BusConfig
 from schemas.errors import BusAddressError, BusUnreachable
 from schemas.transport.addresses import NOWHERE, read_address, write_address
 from tests.attacks.keyed_bus import agent_of, bus_of, reach

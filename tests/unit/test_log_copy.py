@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from controlplane import ControlPlane
+from controlplane import BusConfig, ControlPlane
 from controlplane.machine.coordinator import CoordinatorState, decide
 from controlplane.machine.events import CoordinatorEvent, Issued, Retired
 from controlplane.record.log import RunLog
-from schemas import BusConfig
 from schemas.commands import EngineCommand, Target
 from schemas.errors import BusAddressError, BusFaulted, ConfigError, LogCorrupt, LogError, LogFull, LogLocked
 from schemas.storage import record_copy
