@@ -23,7 +23,7 @@ from schemas.storage.atomic_write import atomic_write, check_destination
 @click.option("--force", is_flag=True, help="Replace an existing page.")
 def report(file: Path, out: Path | None, force: bool) -> None:
     """Write one page about a recorded run: what went wrong, then the fleet, every command, each replica over time,
-    and latencies. The page needs no network. The run may still be running.
+    latencies and stragglers. The page needs no network. The run may still be running.
 
     The exit code is 1 if the log can't be read to its end; the page then shows everything that can be read.
     """

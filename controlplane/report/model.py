@@ -15,6 +15,8 @@ from schemas.identity import identity_of
 from schemas.outcomes import Trace
 from schemas.reports import AgentOutcome
 
+MAX_STRAGGLERS = 20
+
 
 class OutcomeGroup(Struct, frozen=True, kw_only=True):
     """Agents whose outcome of a command has the same kind (acted, skipped, failed, missing) and reason."""
@@ -182,6 +184,23 @@ class Latencies:
         return sorted(self.values)[-(-len(self.values) * percent // 100) - 1]
 
 
+class Straggler(Struct, kw_only=True):
+    """How one agent kept the others waiting.
+
+    Attributes:
+        last: On how many commands it was the last of several agents to act.
+        behind_us: How much later than their median it was then, in all.
+        worst_us, worst_seq: The worst of these, and its command.
+    """
+
+    agent: str
+    last: int = 0
+    behind_us: int = 0
+    worst_us: int = 0
+    worst_seq: int = 0
+    missing: int = 0
+
+
 def group_by_reason(outcomes: Iterable[AgentOutcome]) -> tuple[OutcomeGroup, ...]:
     """Group the outcomes of a command by kind and reason."""
     groups: dict[tuple[str, str], list[str]] = {}
@@ -191,3 +210,9 @@ def group_by_reason(outcomes: Iterable[AgentOutcome]) -> tuple[OutcomeGroup, ...
         OutcomeGroup(kind=kind, reason=reason, agents=format_agents(agents), count=len(agents))
         for (kind, reason), agents in sorted(groups.items())
     )
+
+
+def rank_stragglers(stragglers: Iterable[Straggler]) -> list[Straggler]:
+    """Return the worst first: those that never answered, then those that kept the others waiting for longest."""
+    ranked = sorted(stragglers, key=lambda item: (-item.missing, -item.behind_us, -item.last, agent_order(item.agent)))
+    return ranked[:MAX_STRAGGLERS]

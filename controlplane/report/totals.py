@@ -1,4 +1,4 @@
-"""Adds up what came of the commands of a run: outcomes, latencies, failures, steps. Pure.
+"""Adds up what came of the commands of a run: outcomes, latencies, failures, stragglers, steps. Pure.
 
 Memory grows with the number of agents and commands, and by eight bytes for each answer: equal outcomes are one group,
 and every list has a maximum and a count of what is left out.
@@ -24,9 +24,11 @@ from controlplane.report.model import (
     Refusal,
     SampleSummary,
     StepSummary,
+    Straggler,
     group_by_reason,
+    rank_stragglers,
 )
-from schemas.commands import Command, ProfileCommand, UnknownCommand
+from schemas.commands import Command, EpochStart, ProfileCommand, UnknownCommand
 from schemas.formatting import command_kind, format_agents, without_numbers
 from schemas.outcomes import Acted, Missing
 from schemas.reports import AgentOutcome, Report, Stopped
@@ -83,6 +85,7 @@ class RunReport(Struct, kw_only=True):
     unconcluded: list[CommandSummary] = []
     steps: list[StepSummary] = []
     latencies: dict[str, Latencies] = {}
+    stragglers: list[Straggler] = []
     replicas: dict[int, ReplicaHistory] = {}
     observed: dict[int, ObservedReplica] = {}
     faults: list[InjectedFault] = []
@@ -170,6 +173,7 @@ class Totals:
         self._report = report
         self._steps = _Steps()
         self._open: dict[int, tuple[CommandSummary, int]] = {}  # by seq: the command, and when it was published (µs)
+        self._stragglers: dict[str, Straggler] = {}
         self._alike: dict[tuple[str, str], Refusal] = {}  # by kind, and by reason without its numbers
 
     def keep(self, kept: list[T], item: T, what: str) -> None:
@@ -235,6 +239,8 @@ class Totals:
             latencies = [outcome.latency_us for outcome in report.outcomes]
             summary.duration_us = max(latencies, default=max(0, at_us - since_us))
         self._add_acted(report, summary)
+        if not isinstance(report.command, EpochStart):  # it is published before any agent can have joined
+            self._add_stragglers(report)
         return summary
 
     def finish(self) -> None:
@@ -244,6 +250,7 @@ class Totals:
         first_seqs = {cause.seq for cause in self._report.causes}
         for step in self._report.steps:
             step.shown = any(command.seq in first_seqs or not command.concluded for command in step.commands)
+        self._report.stragglers = rank_stragglers(self._stragglers.values())
 
     def _add_acted(self, report: Report, summary: CommandSummary) -> None:
         acted = [(outcome, outcome.conclusion) for outcome in report.outcomes if isinstance(outcome.conclusion, Acted)]
@@ -257,6 +264,26 @@ class Totals:
         for outcome, _ in acted:
             latencies = self._report.latencies.setdefault(command_kind(report.command), Latencies())
             latencies.values.append(outcome.latency_us)
+
+    def _add_stragglers(self, report: Report) -> None:
+        for outcome in report.outcomes:
+            if isinstance(outcome.conclusion, Missing) and not _left_open(outcome):
+                self._straggler(outcome.agent).missing += 1
+        acted = sorted(
+            (outcome.latency_us, outcome.agent) for outcome in report.outcomes if isinstance(outcome.conclusion, Acted)
+        )
+        if len(acted) < 2:
+            return
+        slowest_us, agent = acted[-1]
+        behind_us = slowest_us - acted[(len(acted) - 1) // 2][0]
+        straggler = self._straggler(agent)
+        straggler.last += 1
+        straggler.behind_us += behind_us
+        if behind_us > straggler.worst_us:
+            straggler.worst_us, straggler.worst_seq = behind_us, report.seq
+
+    def _straggler(self, agent: str) -> Straggler:
+        return self._stragglers.setdefault(agent, Straggler(agent=agent))
 
 
 class _Steps:

@@ -97,6 +97,7 @@ def test_a_killed_agent_is_lost_and_its_replica_out_of_service_until_it_is_back(
     (cause,) = report.causes
     assert (cause.kind, cause.away, cause.outcomes) == ("lost", [], report.counts["missing"])
     assert [agent.agent for agent in report.lost] == [cause.agents]
+    assert (report.stragglers[0].agent, report.stragglers[0].missing) == (cause.agents, cause.outcomes)
     (out,) = report.quarantines
     assert out.reason_ended == "its agent restarted" and f"{out.replica}.0" == cause.agents
     assert (cause.quarantines, report.unexplained) == ([out], [])
@@ -193,6 +194,7 @@ def test_commands_left_open_by_a_trainer_are_no_agents_fault() -> None:
     (left,) = [command for command in report.steps[0].commands if command.text == "pause"]
     assert (left.concluded, left.duration_us) == (True, 2_000_000)  # not its timeout of ten minutes
     assert [(cause.kind, cause.reason) for cause in report.causes] == [("missing", "bus_restarted")]
+    assert report.stragglers == []
 
 
 UP = AgentStatus(ready=True, tokenizer="present", engine="tiny", generating=True)
