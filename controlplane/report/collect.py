@@ -1,6 +1,6 @@
 """Reads a log in one pass, and passes each record on to what keeps it for the report of the run. Pure.
 
-The fleet's history is kept by `fleet_history`, commands and what came of them by `totals`. Restarts of engines are
+The fleet's history is kept by `fleet_history`, commands and what came of them by `totals`. The state of engines is
 taken from their agents' own records, as far as the log has them.
 """
 
@@ -17,10 +17,11 @@ from controlplane.record.marks import decode_state
 from controlplane.report.causes import Causes, explain
 from controlplane.report.fleet_history import FleetHistory
 from controlplane.report.game_day import GameDay
-from controlplane.report.model import CommandSummary
+from controlplane.report.model import CommandSummary, Latencies
 from controlplane.report.totals import RunReport, Totals
 from schemas.commands import EpochStart, WeightSync
 from schemas.errors import DecisionUnreadable, LogCorrupt
+from schemas.events import Effect, EngineObserved, EngineReturned, Event, Perform, Started
 from schemas.formatting import agent_order, describe, format_replicas, is_trouble
 from schemas.identity import agent_of, identity_of
 from schemas.reports import Report, SyncReport
@@ -54,7 +55,7 @@ class _Collector:
     def _begin(self, state: CoordinatorState | None) -> None:
         """The log begins with this state."""
         self._fleet, self._observed = FleetHistory(state), ObservedFleet(state)
-        self._causes = Causes(self._fleet)
+        self._causes, self._engines = Causes(self._fleet), _Engines(self._fleet)
 
     def pass_through(self, entries: Iterable[LogItem]) -> Iterator[LogItem]:
         """Add each entry, and yield it."""
@@ -89,6 +90,7 @@ class _Collector:
         report.left_out["faults"] = self._game_day.left_out
         report.agents, report.quarantines, report.replicas = fleet.agents(), fleet.quarantines, fleet.replicas()
         report.stopped = stopped_replicas(fleet.state)
+        report.calls = self._engines.calls
         observed = self._observed.replicas()
         report.observed = {identity_of(agent).replica: observed[agent] for agent in sorted(observed, key=agent_order)}
         return report
@@ -97,8 +99,7 @@ class _Collector:
         self.report.records += 1
         if entry.agent:
             with suppress(DecisionUnreadable):  # `verify` reports it
-                if entry.kind in ("observed", "returned"):
-                    self._fleet.observed(entry.agent, entry.typed_event().observation)  # type: ignore[union-attr]
+                self._engines.add(entry)
                 if entry.kind == "fault":
                     self._game_day.injected(entry.agent, entry.typed_event(), entry.at_ns)  # type: ignore[arg-type]
                 if entry.kind in ("started", "observed", "stopping"):
@@ -161,3 +162,32 @@ class _Collector:
         for outcome in report.outcomes:
             if is_trouble(outcome.conclusion):
                 self._fleet.note_failure(outcome.agent, outcome.conclusion)
+
+
+class _Engines:
+    """What the agents' own records tell about their engines. `calls` has the latencies of engine calls."""
+
+    def __init__(self, fleet: FleetHistory) -> None:
+        self.calls: dict[str, Latencies] = {}
+        self._fleet = fleet
+        self._in_flight: dict[str, tuple[int, str, int]] = {}  # by agent: id, name and start (ms) of the call
+
+    def add(self, entry: LogEntry) -> None:
+        """Add an agent's record. Most are not decoded: they neither observe nor call."""
+        if entry.kind in ("command", "head", "tick") and b"perform" not in entry.effects:
+            return
+        event: Event = entry.typed_event()  # type: ignore[assignment]
+        effects: tuple[Effect, ...] = entry.typed_effects()  # type: ignore[assignment]
+        agent = entry.agent
+        if isinstance(event, Started):
+            self._in_flight.pop(agent, None)
+        elif isinstance(event, EngineReturned):
+            call_id, name, since_ms = self._in_flight.pop(agent, (0, "", 0))
+            if call_id == event.call_id:
+                self.calls.setdefault(name, Latencies()).values.append((event.at_ms - since_ms) * 1000)
+        seen = event.observation if isinstance(event, EngineReturned | EngineObserved) else None
+        if seen is not None:
+            self._fleet.observed(agent, seen)
+        for effect in effects:
+            if isinstance(effect, Perform):
+                self._in_flight[agent] = effect.call_id, str(effect.call.__struct_config__.tag), event.at_ms

@@ -161,10 +161,10 @@ class FleetHistory:
         for name in self._agents:
             self._look(name, None)
 
-    def observed(self, name: str, seen: Observation | None) -> None:
+    def observed(self, name: str, seen: Observation) -> None:
         """An agent observed its engine. While that is not up, its instance has no name of its own yet."""
         agent = self._agents.get(name)
-        if agent is not None and seen is not None and seen.instance is not None and seen.tokenizer != "unknown":
+        if agent is not None and seen.instance is not None and seen.tokenizer != "unknown":
             agent.launches += agent.instance not in ("", seen.instance)
             agent.instance = seen.instance
 

@@ -85,6 +85,7 @@ class RunReport(Struct, kw_only=True):
     unconcluded: list[CommandSummary] = []
     steps: list[StepSummary] = []
     latencies: dict[str, Latencies] = {}
+    calls: dict[str, Latencies] = {}
     stragglers: list[Straggler] = []
     replicas: dict[int, ReplicaHistory] = {}
     observed: dict[int, ObservedReplica] = {}
