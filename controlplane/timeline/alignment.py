@@ -41,10 +41,15 @@ class OffsetEstimate(NamedTuple):
 
 
 class AgentClock:
-    """The two clocks of one incarnation of an agent."""
+    """The two clocks of one incarnation of an agent.
+
+    Attributes:
+        early_ns: How long before its issue a command seems to have been received, at most.
+    """
 
     def __init__(self, peer: str) -> None:
         self.agent, _, self.incarnation = peer.partition("/")
+        self.early_ns = 0
         self._monotonic: list[OffsetEstimate] = []
         self._wall: list[OffsetEstimate] = []
         self._most_ns: int | None = None  # of the monotonic clock's offset, by the records
@@ -53,6 +58,11 @@ class AgentClock:
     def estimates(self) -> int:
         """Number of estimates that the agent reported."""
         return len(self._monotonic)
+
+    @property
+    def max_error_ns(self) -> int | None:
+        """The largest error among the estimates; None if nothing is known."""
+        return max((estimate.error_ns for estimate in self._monotonic), default=None)
 
     def monotonic(self, at_ms: int) -> Offset:
         """Return the offset of the agent's monotonic clock, at a moment of that clock."""

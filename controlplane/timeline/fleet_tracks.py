@@ -8,6 +8,7 @@ An agent's decisions are known to the millisecond, so one may seem to precede it
 millisecond: no decision is drawn before the one that precedes it, and no receipt before its issue.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from controlplane.analysis.log_lines import format_agent_effect, format_agent_event, format_bus_event
@@ -41,6 +42,7 @@ class BusTracks:
         self._last_ns = 0
         self._open: dict[int, OpenSlice] = {}
         self._syncs: dict[str, tuple[int, OpenSlice]] = {}  # with their versions, by adapter; of base weights under ""
+        self._samples: set[str] = set()  # counters
 
     def draw(
         self, event: bus_events.CoordinatorEvent, effects: tuple[bus_events.CoordinatorEffect, ...], at_ns: int
@@ -101,6 +103,19 @@ class BusTracks:
                     text = f"{agent_of(answer.peer)} {_short(answer.outcome)} (seq {answer.seq})"
                     args = {"kind": "outcome", "seq": answer.seq, **_outcome_args(answer.outcome)}
                     yield self._process.instant("outcomes", text, at_ns, args)
+            case bus_events.SamplesCounted():
+                yield from self._count_samples(event.counts, at_ns)
+
+    def _count_samples(self, counts: Iterable[bus_events.SampleCount], at_ns: int) -> Events:
+        """How many samples of a record were how far behind, and were refused. One that is not there is 0 again."""
+        found = Counter[str]()
+        for count in counts:
+            age = "of unknown age" if count.staleness is None else f"{count.staleness} behind"
+            found[f"samples {age}"] += count.sequences
+            found["samples refused"] += 0 if count.accepted else count.sequences
+        self._samples |= found.keys()
+        for name in sorted(self._samples):
+            yield self._process.counter(name, found[name], at_ns)
 
     def _publish(self, effect: bus_events.Publish, at_ns: int) -> Events:
         command, seq, replicas = decode_command(effect.envelope.body), effect.seq, effect.envelope.target.replicas
@@ -290,7 +305,10 @@ def fleet_events(survey: LogSurvey, processes: Mapping[str, ProcessTracks], entr
             agents[name] = AgentTracks(processes[name], identity_of(name), bus)
         at_ns = survey.moment_ns(peer, event.at_ms)
         if isinstance(event, events.CommandReceived):
-            at_ns = max(at_ns, bus.issued_ns.get(event.seq, at_ns))
+            issued_ns = bus.issued_ns.get(event.seq, at_ns)
+            clock = survey.clock(peer)
+            clock.early_ns = max(clock.early_ns, issued_ns - at_ns)
+            at_ns = max(at_ns, issued_ns)
         yield from agents[name].draw(peer, event, record.effects, at_ns)
     yield from bus.end(survey.last_ns)
     for track in agents.values():

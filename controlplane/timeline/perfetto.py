@@ -178,6 +178,13 @@ class TimelineDraft:
         for event in fleet_events(self.survey, processes, entries):
             self.control_events += 1
             yield event
+        for peer, clock in self.survey.clocks.items():
+            allowed_ns = (clock.max_error_ns or 0) + MS  # agents' moments are whole milliseconds
+            if clock.early_ns > allowed_ns:
+                self.warnings.append(
+                    f"agent {peer}: commands seem to be received up to {clock.early_ns / MS:.3f} ms before they were "
+                    f"issued, but its clock error is at most {allowed_ns / MS:.3f} ms; a clock was set, or is wrong"
+                )
 
     def trace_events(self, files: Sequence[FoundTrace], say: Callable[[str], object]) -> Iterator[JsonEvent]:
         """Yield what engines and training ranks recorded."""
@@ -193,8 +200,9 @@ class TimelineDraft:
             self.warnings += self._trace_warnings(file, trace)
 
     def _trace_warnings(self, file: FoundTrace, trace: TorchTrace) -> Iterator[str]:
-        path = file.path
-        if self.survey.clock(file.reported.peer).wall(self._begin_ns(file)).error_ns is None:
+        clock, path = self.survey.clock(file.reported.peer), file.path
+        begin, end = clock.wall(self._begin_ns(file)), clock.wall(self._zero_ns + trace.last_ns)
+        if begin.error_ns is None:
             yield f"{path}: on its node's own clock, whose offset is unknown"
         if trace.fault is not None:
             yield f"cut off: {path} can't be read after {trace.count} events: {trace.fault}"
@@ -202,6 +210,15 @@ class TimelineDraft:
             yield f"{path} has no events; is it a torch trace?"
         if trace.malformed:
             yield f"left out: {trace.malformed} malformed events of {path}"
+        if trace.before:
+            what = f"{trace.before} of {trace.count} events lie before the run began, where Perfetto draws nothing"
+            yield f"{path}: {what}; is its node's clock right?"
+        moved_ns, allowed_ns = end.offset_ns - begin.offset_ns, (end.error_ns or 0) + (begin.error_ns or 0)
+        if abs(moved_ns) > allowed_ns:
+            yield (
+                f"{path}: its node's clock moved by {moved_ns / MS:+.3f} ms against the bus's during the trace, "
+                "which is placed by its beginning"
+            )
 
     def _begin_ns(self, file: FoundTrace) -> int:
         """When a trace begins, on the bus's clock: at the latest when it was reported."""

@@ -203,11 +203,13 @@ class TorchTrace:
 
     Attributes:
         count: Events yielded so far, without names.
+        before: How many of them lie before the timeline begins.
+        last_ns: The latest of them, after the timeline begins.
         malformed: Events that were left out: without a valid time, process, thread or number.
     """
 
     def __init__(self, file: FoundTrace, owner: str, shift_ns: int, sort: int, numbers: Numbers) -> None:
-        self.count = self.malformed = 0
+        self.count = self.before = self.malformed = self.last_ns = 0
         self.fault: str | None = None
         self._file, self._owner, self._shift_ns, self._sort, self._numbers = file, owner, shift_ns, sort, numbers
         self._number, self._process = next(numbers.files), numbers.processes[owner]
@@ -256,6 +258,8 @@ class TorchTrace:
             elif kind in ("s", "t", "f") and thread.last_ns == ts_ns:
                 event["tid"] = thread.last_tid  # an arrow follows the slice that it is bound to
             event["ts"] = ts_ns / 1000
+            self.before += ts_ns < 0
+            self.last_ns = max(self.last_ns, ts_ns)
             self._process.last_ns = max(self._process.last_ns, end_ns)
         if event.get("s") == "g":  # an instant of the whole file, which is one process among others here
             event["s"] = "p"

@@ -5,10 +5,12 @@ import shutil
 import sqlite3
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
 
+from controlplane.machine.events import SampleCount, SamplesCounted
 from controlplane.record.log import RunLog
 from controlplane.timeline.perfetto import TimelineDraft, write_timeline
 from controlplane.timeline.survey import LogSurvey
@@ -133,6 +135,16 @@ def test_a_poor_estimate_does_not_spoil_a_good_one(written: Written) -> None:
     assert drawn.warnings == ()
 
 
+def test_a_wrong_clock_is_noticed_by_its_commands(written: Written) -> None:
+    wrong = structs.replace(written.clock(0), offset_ns=-50 * MS)
+    peer = written.joins(PRIMARY, clocks=(wrong,))
+    written.commands(peer, 100, 8, FLUSHED)
+    drawn, _ = checked_timeline(written.close())
+    (warning,) = drawn.warnings
+    assert warning.startswith("agent 0.0/i: commands seem to be received up to 48.")
+    assert warning.endswith("but its clock error is at most 1.001 ms; a clock was set, or is wrong")
+
+
 def test_a_decision_is_never_drawn_before_its_command_nor_before_the_one_before_it(written: Written) -> None:
     peer = written.joins(PRIMARY, clocks=(written.clock(0),))
     for i in range(5):  # all within one millisecond of the agent's clock, and issued late in it
@@ -199,6 +211,26 @@ def test_the_newest_version_of_each_adapter_of_a_replica_is_a_counter(written: W
         ("replica 0 adapter policy version", 10, 20_000),
         ("replica 0 adapter judge version", 1, 20_000),
     }
+
+
+def test_samples_by_staleness_are_counters_of_the_bus(written: Written) -> None:
+    def count(staleness: int | None, sequences: int, accepted: bool = True) -> SampleCount:
+        made: dict[str, Any] = {"version": staleness and 3 - staleness, "staleness": staleness, "proof": "proven"}
+        return SampleCount(accepted=accepted, sequences=sequences, tokens=9, **made)
+
+    written.joins(PRIMARY, 0, (written.clock(0),))
+    for at_ms, counts in (
+        (10, (count(0, 5), count(1, 2), count(1, 1, accepted=False))),
+        (20, (count(None, 4, False),)),
+    ):
+        written.bus(at_ms, SamplesCounted(at_us=0, at_ns=0, step=1, counts=counts))
+    _, events = checked_timeline(written.close())
+    counted = [(event["name"], *event["args"].values(), event["ts"]) for event in events if event["ph"] == "C"]
+    assert counted == [
+        *(("samples 0 behind", 5, 10_000), ("samples 1 behind", 3, 10_000), ("samples refused", 1, 10_000)),
+        *(("samples 0 behind", 0, 20_000), ("samples 1 behind", 0, 20_000)),
+        *(("samples of unknown age", 4, 20_000), ("samples refused", 4, 20_000)),
+    ]
 
 
 def test_a_running_run_is_drawn_as_far_as_it_was_surveyed(written: Written) -> None:

@@ -239,7 +239,12 @@ def test_without_clock_estimates_a_trace_keeps_its_nodes_clock_even_before_the_r
     peer = written.joins(PRIMARY)
     written.profiles(peer, 80, 20, placed(tmp_path, "a.trace.json", torch_trace([Op("old", -5_000, 1), *OPS])))
     timeline = write_timeline(written.close(), tmp_path / "t.json", [tmp_path])
-    assert timeline.warnings == (f"{tmp_path}/a.trace.json: on its node's own clock, whose offset is unknown",)
+    unknown, early = timeline.warnings
+    assert unknown == f"{tmp_path}/a.trace.json: on its node's own clock, whose offset is unknown"
+    assert early == (
+        f"{tmp_path}/a.trace.json: 1 of 4 events lie before the run began, where Perfetto draws nothing; is its "
+        "node's clock right?"
+    )
 
 
 def test_a_trace_reported_late_is_placed_by_the_clock_at_its_recording(written: Written) -> None:
@@ -250,6 +255,16 @@ def test_a_trace_reported_late_is_placed_by_the_clock_at_its_recording(written: 
     ts, _ = ops(events)["aten::mm"]
     assert abs(ts - 59_000) < 200, "with the clock of the end it would be 60 ms late"
     assert timeline.clocks[0].offset_ns == pytest.approx(60 * MS, abs=400_000)
+
+
+def test_a_clock_that_moves_during_a_trace_is_reported(written: Written, tmp_path: Path) -> None:
+    slow = [written.clock(at, at * 100) for at in (0, 1_000, 299_000, 300_000)]
+    long = [Op("first", 60, 10), Op("last", 299_970, 1)]
+    timeline, events = drawn(written, torch_trace(long), *slow, at_ms=300_000)
+    assert abs(ops(events)["first"][0] - 59_000) < 100
+    (warning,) = timeline.warnings
+    begin = f"{tmp_path}/traces/a.trace.json.gz: its node's clock moved by +29."
+    assert warning.startswith(begin) and warning.endswith("during the trace, which is placed by its beginning")
 
 
 def test_the_error_of_a_clock_covers_where_its_traces_begin(written: Written, tmp_path: Path) -> None:
