@@ -232,12 +232,25 @@ async def test_an_agent_that_comes_back_waits_until_its_former_server_is_gone(se
         assert not lives(former) and status.launches == 1
 
 
-async def test_a_killed_guard_takes_the_server_along_and_that_is_said(servers: Servers) -> None:
+async def test_a_killed_guard_takes_the_server_along_and_is_replaced(servers: Servers) -> None:
     server, processes = await servers.tree()
     guard_of(processes[0]).kill()
+    status = await status_when(server, lambda status: status.launches == 2 and printed("tree")(status))
+    assert not any(lives(process) for process in processes)
+    assert not {process.pid for process in processes} & {process.pid for process in tree(status)}
+
+
+async def test_guards_that_are_killed_again_and_again_are_not_replaced(servers: Servers) -> None:
+    server = servers(QUIET, restarts=RestartPolicy(most=1, first_wait_s=0.01))
+    server.start()
+    killed: list[psutil.Process] = []
+    while len(killed) < 2:
+        status = await status_when(server, lambda status: status.launches > len(killed) and printed("up")(status))
+        killed.append(psutil.Process(status.pid))
+        guard_of(killed[-1]).kill()
+        await gone(killed)
     status = await status_when(server, lambda status: status.state == "given up")
-    assert "its guard was lost" in status.note
-    await gone(processes)
+    assert status.note == "its guard was lost 2 times"
 
 
 async def test_a_guard_that_gets_sigterm_ends_the_server(servers: Servers) -> None:

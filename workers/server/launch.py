@@ -109,6 +109,8 @@ class ServerProcess:
         self._partial = b""
         self._last = ServerStatus(state="ended", since_s=time.monotonic(), note="never started")
         self._ending = False
+        self._lost: list[float] = []  # when a guard was found to have ended without a final report
+        self._guard_due: float | None = None  # when the next guard starts, after one was lost
 
     def start(self) -> None:
         """Start the guard, which starts the server. Raises ConfigError if the command or the log can't be used."""
@@ -127,7 +129,8 @@ class ServerProcess:
                 f"{self.name}: its output can't be written to {self.log}, which is not a plain file. Give each server "
                 "a log file of its own: its lock keeps two launches apart."
             )
-        self._ending = False
+        self._ending, self._guard_due = False, None
+        self._lost.clear()
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             self._start_guard()
@@ -149,6 +152,8 @@ class ServerProcess:
     async def end(self) -> ServerStatus:
         """End the server and everything that it started; return once they are gone. Continues if this is cancelled."""
         self._ending = True
+        if self._guard_due is not None:
+            self._guard_due, self._last = None, replace(self._last, state="ended")
         if self._guard is not None and self._guard.stdin is not None:
             self._guard.stdin.close()
         while (out := self._reports_fd()) is not None:
@@ -180,6 +185,13 @@ class ServerProcess:
         return None if self._guard is None or self._guard.stdout is None else self._guard.stdout.fileno()
 
     def _read_reports(self) -> None:
+        if self._guard_due is not None and time.monotonic() >= self._guard_due:
+            self._guard_due = None
+            logger.warning("%s: %s; starting a new guard", self.name, self._last.note)
+            try:
+                self._start_guard()
+            except OSError as error:
+                self._await_guard(f"a new guard can't start: {error}")
         while (out := self._reports_fd()) is not None:
             try:
                 chunk = os.read(out, 65536)
@@ -193,16 +205,27 @@ class ServerProcess:
                 self._last = _reports.decode(lines[-1])
 
     def _guard_gone(self) -> None:
-        """Its reports have ended. Without a final one it was killed, and its server with it."""
+        """Its reports have ended. Without a final one it was killed, and its server with it: start a new guard."""
         assert self._guard is not None and self._guard.stdin is not None and self._guard.stdout is not None
         self._guard.stdin.close()
         self._guard.stdout.close()
         code = self._guard.wait()  # returns at once: it closed its reports by ending
         self._guard = None
-        if self._last.state not in ("given up", "ended"):
-            state: State = "ended" if self._ending else "given up"
-            note = f"its guard was lost ({code}), and the server with it"
-            self._last = replace(self._last, state=state, since_s=time.monotonic(), pid=None, note=note)
+        if self._last.state in ("given up", "ended"):
+            return
+        self._await_guard(f"its guard was lost ({code}), and the server with it")
+
+    def _await_guard(self, note: str) -> None:
+        """Start the next guard after a wait that grows, or give up."""
+        now = time.monotonic()
+        self._lost.append(now)
+        wait_s = self._restarts.wait_s(self._lost, now)
+        state: State = "ended" if self._ending else "given up" if wait_s is None else "waiting to restart"
+        if state == "given up":
+            note = f"its guard was lost {len(self._lost)} times"
+        if state == "waiting to restart" and wait_s is not None:
+            self._guard_due = now + wait_s
+        self._last = replace(self._last, state=state, since_s=now, pid=None, note=note)
 
     def _log_tail(self) -> tuple[str, ...]:
         try:
