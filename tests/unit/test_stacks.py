@@ -127,6 +127,22 @@ async def test_the_function_in_which_an_engine_hangs_is_in_a_file(tmp_path: Path
 
 
 @pytest.mark.anyio
+async def test_only_the_newest_files_are_kept_and_none_is_larger_than_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "FILE_BYTES", 100)
+    dumps = StackDumps(foreign_server=True)
+    (tmp_path / "stacks-9.0-20200101T000000.000Z.txt").write_text("of another agent")
+    monkeypatch.chdir(tmp_path)
+    notes = [await dumps.dump(Path(), "0.0", "load") for _ in range(stacks.KEPT + 2)]
+    kept = files(tmp_path)
+    assert len(kept) == stacks.KEPT and str(kept[-1]) in notes[-1]
+    assert all(file.stat().st_size <= 100 for file in kept)
+    assert (tmp_path / "stacks-9.0-20200101T000000.000Z.txt").exists()
+    assert notes[0].endswith("the server's are not: this agent did not launch it.")
+
+
+@pytest.mark.anyio
 async def test_what_py_spy_can_not_do_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dumps = StackDumps(foreign_server=True)
     spy = tmp_path / "py-spy"
@@ -134,16 +150,20 @@ async def test_what_py_spy_can_not_do_is_said(tmp_path: Path, monkeypatch: pytes
     assert "can't be run (No such file" in await dumps.dump(tmp_path, "0.0", "load")
     spy.write_text("#!/bin/sh\necho 'Error: Permission Denied: try sudo'\nexit 1\n")
     spy.chmod(0o755)
-    assert "could not be dumped: Error: Permission Denied: try sudo" in await dumps.dump(tmp_path, "0.0", "load")
+    assert "not permitted to read the process" in await dumps.dump(tmp_path, "0.0", "load")
     spy.write_text("#!/bin/sh\necho 'Error: Failed to find python version from target process'\nexit 1\n")
     assert (await dumps.dump(tmp_path, "0.0", "load")).endswith("find python version from target process.")
     spy.write_text("#!/bin/sh\nexec sleep 100\n")
     monkeypatch.setattr(stacks, "DUMP_S", 0.1)
     assert (await dumps.dump(tmp_path, "0.0", "load")).endswith("not done within 0.1 s.")
-    spy.write_text("#!/bin/sh\necho 'a frame'\n")
+    spy.write_text("#!/bin/sh\nyes 'frame of a deep recursion' | head -1000\n")
     monkeypatch.setattr(stacks, "DUMP_S", 60.0)
-    assert (await dumps.dump(tmp_path, "0.0", "load")).endswith("the server's are not: this agent did not launch it.")
-    assert "No such file or directory" in await dumps.dump(tmp_path / "gone", "0.0", "load")
+    monkeypatch.setattr(stacks, "PROCESS_CHARACTERS", 10_000)
+    note = await dumps.dump(tmp_path, "0.0", "load")
+    (file,) = files(tmp_path)
+    assert str(file) in note and file.stat().st_size < 11_000
+    missing = await dumps.dump(tmp_path / "gone", "0.0", "load")
+    assert "could not be written to" in missing and missing.endswith("No such file or directory.")
 
 
 def test_an_agent_without_py_spy_does_not_start_with_the_option(tmp_path: Path) -> None:
