@@ -16,7 +16,7 @@ from tests.engines.http_servers import HttpServer, Reply
 from tests.engines.releases import save_tensor
 from tests.engines.test_unanswered import Fake
 from workers.engines import checkpoint as checkpoint_module
-from workers.engines.page_cache import STEP_BYTES, read_ahead
+from workers.engines.page_cache import STEP_BYTES, free_bytes, read_ahead
 
 SOON: Final = 60.0
 LOAD: Final = Load(7, Checkpoint("step_7"), None)
@@ -75,6 +75,23 @@ def test_reading_ahead_ends_at_its_time(tmp_path: Path) -> None:
 
 def test_files_that_are_gone_are_nothing_to_read_ahead(tmp_path: Path) -> None:
     assert read_ahead(tmp_path / "gone", time.monotonic() + SOON) == 0
+
+
+def test_free_memory_is_that_of_the_machine_or_of_the_control_group(tmp_path: Path) -> None:
+    group = tmp_path / "sys/fs/cgroup/pod"
+    for folder in (tmp_path / "proc/self", group):
+        folder.mkdir(parents=True)
+    assert free_bytes(tmp_path) == 0
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:  1000 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/other\n0::/pod\n")
+    assert free_bytes(tmp_path) == 1_024_000
+    (group / "memory.current").write_text("700\n")
+    (group / "memory.stat").write_text("anon 500\nfile 200\nfile_mapped 7\n")
+    (group / "memory.max").write_text("max\n")
+    assert free_bytes(tmp_path) == 1_024_000
+    (group / "memory.max").write_text("800\n")
+    assert free_bytes(tmp_path) == 300
+    assert free_bytes() > 0
 
 
 @pytest.mark.anyio

@@ -11,8 +11,6 @@ from itertools import repeat
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import psutil
-
 from schemas.errors import CheckpointError
 from schemas.safetensors.digest import PIECE_BYTES, reading_threads
 from schemas.safetensors.format import open_file, safetensors_files
@@ -20,8 +18,7 @@ from schemas.safetensors.format import open_file, safetensors_files
 STEP_BYTES: Final = 1 << 20
 """Looked at, and read, at a time."""
 SHARE: Final = 0.5
-"""Share of the machine's free memory that is filled. Requests need some too, and the engine a copy of what it loads. A
-control group that has less drops what was read first."""
+"""Share of the free memory that is filled. Requests need some too, and the engine a copy of what it loads."""
 
 
 class _Stretch(NamedTuple):
@@ -41,11 +38,37 @@ def read_ahead(directory: Path, until: float, most_bytes: int | None = None) -> 
     Returns:
         The number of bytes that are in the cache, as far as it got.
     """
-    left = int(psutil.virtual_memory().available * SHARE) if most_bytes is None else most_bytes
+    left = int(free_bytes() * SHARE) if most_bytes is None else most_bytes
     with ExitStack() as stack, suppress(CheckpointError):  # what is wrong with them, the check says
         stretches = list(_stretches(directory, left, stack))
         return sum(stack.enter_context(reading_threads()).map(_read, stretches, repeat(until)))
     return 0
+
+
+def free_bytes(root: Path = Path("/")) -> int:
+    """Return how much memory there is for more files, on this machine and in this process's control group (version 2).
+
+    0 where that can't be read.
+
+    Args:
+        root: Where `proc` and `sys` are.
+    """
+    try:
+        found = [1024 * _field(root / "proc/meminfo", "MemAvailable:")]
+        group = root / "sys/fs/cgroup" / (root / "proc/self/cgroup").read_text().rpartition("::/")[2].strip()
+    except (OSError, ValueError):
+        return 0
+    with suppress(OSError, ValueError):  # it has none, or its limit is the word "max"
+        used = int((group / "memory.current").read_text()) - _field(group / "memory.stat", "file")
+        found.append(int((group / "memory.max").read_text()) - used)
+    return max(0, min(found))
+
+
+def _field(path: Path, name: str) -> int:
+    for line in path.read_text().splitlines():
+        if line.split()[:1] == [name]:
+            return int(line.split()[1])
+    raise ValueError(f"{path} has no {name}")
 
 
 def _stretches(directory: Path, left: int, stack: ExitStack) -> Iterator[_Stretch]:
