@@ -22,6 +22,7 @@ COMMANDS = {
     "chaos": "controlplane.cli.chaos:chaos",
     "conform": "controlplane.cli.conform:conform",
     "demo": "controlplane.cli.demo:demo",
+    "engine": "controlplane.cli.engine:engine",
     "gateway": "controlplane.cli.gateway:gateway",
     "keys": "controlplane.cli.keys:keys",
     "log": "controlplane.cli.log:log",

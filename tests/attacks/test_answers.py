@@ -17,6 +17,7 @@ from schemas.identity import Identity
 from tests.engines.http_servers import HttpServer
 from workers.engines import http
 from workers.engines.http import ANSWER_BYTES, HttpClient, Route
+from workers.engines.probe import probe
 from workers.engines.sglang.engine import SGLangEngine
 from workers.engines.sglang.server import SGLangServer
 from workers.router import RouterRegistration
@@ -132,6 +133,8 @@ async def test_an_answer_of_another_shape_is_a_state_or_an_error_of_ours(documen
         observation = await engine.observe()
         assert observation.tokenizer in ("present", "absent", "unknown")
         await engine.close()
+        with suppress(EngineError):
+            await probe(server.url)
         router = RouterRegistration(server.url, "http://127.0.0.1:1")
         with pytest.raises(EngineError, match="no list of workers"):
             await router.step(lambda _: True)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from controlplane.bus.bus import Bus
 from controlplane.cli.__main__ import cli
-from controlplane.cli.tables import fleet_table
+from controlplane.cli.tables import fleet_table, probe_table
 from controlplane.record.log import RunLog
 from controlplane.report.collect import collect
 from controlplane.report.page import write_page
@@ -26,6 +26,7 @@ from schemas.logs import logger_of
 from schemas.outcomes import Acted, ErrorKind, Failed, Trace
 from schemas.reports import FleetStatus
 from schemas.transport.sockets import Context, agent_dealer
+from workers.engines.probe import Probed
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
@@ -107,6 +108,11 @@ async def test_whatever_an_agent_says_of_itself_is_shown_and_does_nothing(
         shown.append(CliRunner().invoke(cli, [*command, str(tmp_path / "run.db")]).output)
     assert all(harmless(text) for text in (*shown, *caplog.messages, page.getvalue()))
     assert "<script>alert" not in page.getvalue() and "[link=http://evil]" in shown[0]
+
+
+def test_what_a_probed_server_says_is_shown_and_does_nothing() -> None:
+    shown = rendered(probe_table(Probed(url=HOSTILE, kind="vllm", version=HOSTILE, model=HOSTILE, note=HOSTILE)))
+    assert harmless(shown) and "[red]x" in shown
 
 
 def test_an_error_that_quotes_others_does_nothing() -> None:

@@ -22,6 +22,7 @@ import httpx
 import psutil
 
 from tests.environments import STANDINS, python
+from tests.running import rolloutctl
 
 UP_S: Final = 300.0
 VLLM_TOKENS: Final = 32_768
@@ -282,6 +283,12 @@ class AgentProcess(Process):
         """Send SIGTERM and wait. Returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(90)
+
+
+def probed(url: str) -> tuple[int, dict[str, Any]]:
+    """Return exit code and output of `rolloutctl engine probe URL --json`."""
+    done = rolloutctl("engine", "probe", url, "--json")
+    return done.returncode, json.loads(done.stdout)
 
 
 class Proxy:

@@ -8,10 +8,11 @@ from typing import get_args
 import pytest
 
 from schemas.errors import CheckpointError
+from schemas.identity import Operation
 from tests.engines.adapters import save_adapter
 from tests.engines.lora_fleet import MODULES, RANK, LoRAFleet, near
 from tests.engines.models import HIDDEN
-from tests.engines.servers import VLLM_TOKENS, wait_for
+from tests.engines.servers import VLLM_TOKENS, probed, wait_for
 from tests.engines.surfaces import Kind
 
 KINDS = [
@@ -36,7 +37,9 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield fleet
 
 
-def test_the_engine_lists_what_is_served(fleet: LoRAFleet) -> None:
+def test_the_probe_and_the_engine_know_what_it_was_launched_for(fleet: LoRAFleet) -> None:
+    code, found = probed(fleet.url)
+    assert code == 0 and Operation.ADAPTERS in found["has"]
     assert fleet.listed() == {fleet.adapter.model: f"{fleet.folder}/{fleet.adapter.path}"}
 
 

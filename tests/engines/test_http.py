@@ -14,6 +14,7 @@ from workers.engines import http
 from workers.engines.api_key import api_key
 from workers.engines.client import CallRefused
 from workers.engines.http import ATTEMPTS, HttpClient, Route, base_url
+from workers.engines.probe import probe
 
 pytestmark = pytest.mark.anyio
 
@@ -227,3 +228,40 @@ def test_a_key_in_a_url_is_refused_and_not_quoted() -> None:
     with pytest.raises(ConfigError) as refused:
         base_url("http://me:s3cret@h:8000")
     assert "s3cret" not in str(refused.value)
+
+
+# --- rolloutctl engine probe ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("paths", "kind", "tokenizer", "note"),
+    [
+        (("/health", "/health_generate", "/ping"), "sglang", "absent", "node rank 0"),
+        (("/v1/chat/completions",), "unknown", "unknown", "neither"),
+        (("/generate", "/pause_generation"), "sglang", "absent", "no /server_info"),
+    ],
+)
+async def test_probe_recognizes_a_server_by_its_routes(
+    paths: tuple[str, ...], kind: str, tokenizer: str, note: str
+) -> None:
+    def answer(request: HttpRequest) -> Reply:
+        known = request.path == "/openapi.json"
+        return (200, {"paths": {path: {} for path in paths}}) if known else (404, {"detail": "no"})
+
+    with HttpServer(answer) as server:
+        found = await probe(server.url)
+    assert (found.kind, found.tokenizer) == (kind, tokenizer) and note in found.note
+
+
+async def test_probe_of_a_server_with_an_engines_routes_and_no_engines_answers() -> None:
+    paths: dict[str, object] = {"/generate": {"post": {}}}
+    with HttpServer(lambda request: (200, {"paths": paths} if "openapi" in request.path else {"ok": True})) as server:
+        found = await probe(server.url)
+    assert (found.kind, found.has) == ("unknown", ()) and "it is no engine" in found.note
+
+
+async def test_probe_of_a_server_that_hides_its_routes_or_is_not_there() -> None:
+    with HttpServer(lambda _: (404, "Not Found")) as server:
+        assert "openapi.json" in (await probe(server.url)).note
+    with pytest.raises(RefusedError):
+        await probe(server.url)

@@ -22,6 +22,7 @@ from workers.agent import Agent
 from workers.engines.attached import AttachedEngine
 from workers.engines.counters import CounterNames, Counters, read_counters
 from workers.engines.observed import at_once
+from workers.engines.probe import probe
 from workers.engines.sglang.engine import SGLangEngine
 from workers.engines.sglang.in_process import TokenizerManagerClient
 from workers.engines.sglang.server import SGLangServer
@@ -112,6 +113,8 @@ async def test_a_server_that_answers_200_to_everything_is_no_engine(
         seen = await engine.observe()
         says = f"{server.url} has not the routes of an engine: it answers 200. Is it another server?"
         assert (seen.tokenizer, seen.operations, seen.trouble) == ("unknown", frozenset(), says)
+        found = await probe(server.url)
+        assert found.kind == "unknown" and not found.has
         await engine.close()
 
 
@@ -191,6 +194,14 @@ async def test_an_engine_that_is_not_up_yet_is_no_trouble(tmp_path: Path) -> Non
     seen = await engine.observe()  # nothing listens any more
     assert (seen.tokenizer, seen.trouble) == ("unknown", None)
     await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "note"), [(None, "it asks for an API key (401)"), ("k", "it refuses the API key (401)")]
+)
+async def test_a_probe_that_is_refused_speaks_of_the_key(key: str | None, note: str) -> None:
+    with HttpServer(lambda _: (401, {"error": "Unauthorized"})) as server:
+        assert (await probe(server.url, key)).note == note
 
 
 async def test_an_agent_warns_of_an_engine_that_refuses_it_and_reports_it(

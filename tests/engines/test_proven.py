@@ -20,7 +20,8 @@ from tests.engines.http_servers import HttpRequest, HttpServer, Reply
 from tests.engines.releases import save_tensor
 from tests.engines.servers import UP_S, Process, answers, free_port, wait_for
 from tests.environments import python
-from workers.engines import observed
+from workers.engines import http, observed
+from workers.engines.probe import probe
 from workers.engines.sglang.engine import SGLangEngine
 from workers.engines.sglang.server import SGLangServer
 from workers.engines.vllm.engine import VLLMEngine
@@ -147,6 +148,32 @@ async def test_prime_rls_second_pause_hides_nothing_of_the_real_vllms(
 
 
 # --- late answers -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_probe_outlasts_the_first_answer_of_a_fresh_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scaled down: a reading may take 50 ms, the first answer takes 300."""
+    monkeypatch.setattr(http, "READ_TIMEOUT_S", 0.05)
+    paths: dict[str, object] = {"/v1/models": {"get": {}}, "/version": {"get": {}}}
+    known = {"/openapi.json": {"paths": paths}, "/version": {"version": "0.32.0"}}
+
+    def slowly(request: HttpRequest) -> Reply:
+        if request.path.startswith("/server_info"):
+            threading.Event().wait(0.3)
+            return 200, {"vllm_config": {"model_config": {"model": "m"}}}
+        return 200, known[request.path]
+
+    with HttpServer(slowly) as server:
+        found = await probe(server.url)
+    assert (found.kind, found.version, found.model) == ("vllm", "0.32.0", "m")
+
+
+async def test_a_probe_of_a_server_that_hangs_says_for_how_long_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "LAUNCH_TIMEOUT_S", 0.1)
+    ended = threading.Event()
+    with HttpServer(lambda _: (ended.wait(30), None)[1]) as server:
+        with pytest.raises(EngineError, match=r"/openapi.json did not answer: not within 0.1 s"):
+            await probe(server.url)
+        ended.set()
 
 
 async def test_an_agent_starts_while_its_engine_does_not_answer_yet(

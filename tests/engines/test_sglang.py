@@ -15,6 +15,7 @@ from controlplane.cli.replay_log import replay_log
 from controlplane.record.log import RunLog
 from schemas.commands import Broadcast, Checkpoint, ProfilePlan
 from schemas.errors import CommandError
+from schemas.identity import Operation
 from schemas.outcomes import Acted, ErrorKind, Missing, Reason, Skipped
 from schemas.safetensors.manifest import build_manifest
 from tests.engines.deltas import CLOSED, SPLIT, Deltas, save_changed, took
@@ -22,7 +23,7 @@ from tests.engines.groups import sender
 from tests.engines.models import save_weights, weights
 from tests.engines.profiles import look
 from tests.engines.reports import acted, conclusions, failed
-from tests.engines.servers import answers, free_port, wait_for
+from tests.engines.servers import answers, free_port, probed, wait_for
 from tests.engines.sglang_fleet import SGLangFleet
 from workers.engines.sglang.launch import read_launch
 
@@ -53,6 +54,16 @@ def test_health_proves_nothing_and_server_info_shows_which_node_has_the_tokenize
     assert [answers(f"{url}/server_info") for url in fleet.urls] == [True, False]
     wanted = {"0.0": "present", "0.1": "absent", "1.0": "present"}
     wait_for(f"the agents say {wanted}", lambda: fleet.tokenizers() == wanted)
+
+
+def test_probe_says_what_each_node_is(fleet: SGLangFleet) -> None:
+    code, found = probed(fleet.urls[0])
+    assert code == 0 and (found["kind"], found["version"]) == ("sglang", "0.5.23")
+    assert (found["node_rank"], found["nnodes"], found["world"], found["tokenizer"]) == (0, 2, 2, "present")
+    assert set(found["has"]) == set(Operation) - {Operation.ADAPTERS}
+    assert [*found["lacks"]] == ["adapters"] and "launch it with --enable-lora" in found["lacks"]["adapters"]
+    code, found = probed(fleet.urls[1])
+    assert code == 1 and found["tokenizer"] == "absent" and "node rank 0" in found["note"]
 
 
 def test_profile_broadcast_to_both_nodes_is_one_call_and_two_traces(fleet: SGLangFleet) -> None:

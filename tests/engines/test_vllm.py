@@ -17,10 +17,11 @@ from controlplane.analysis.invariants import verify
 from controlplane.cli.replay_log import replay_log
 from controlplane.record.log import RunLog
 from schemas.agent_status import RequestCounts
+from schemas.identity import Operation
 from schemas.outcomes import Acted, ErrorKind
 from tests.engines.deltas import CLOSED, SPLIT, Deltas, save_changed, took
 from tests.engines.reports import acted, conclusions, failed
-from tests.engines.servers import request_of, wait_for
+from tests.engines.servers import probed, request_of, wait_for
 from tests.engines.vllm_fleet import VLLMFleet
 from tests.running import rolloutctl
 
@@ -36,6 +37,12 @@ def fleet(vllm_fleet: VLLMFleet) -> Iterator[VLLMFleet]:
     """At rest before and after."""
     yield vllm_fleet
     vllm_fleet.rest()
+
+
+def test_probe_says_what_the_server_is(fleet: VLLMFleet) -> None:
+    code, found = probed(fleet.first.url)
+    assert code == 0 and (found["kind"], found["version"], found["tokenizer"]) == ("vllm", "0.32.0", "present")
+    assert set(found["has"]) == set(Operation) - {Operation.ADAPTERS} and found["model"] == fleet.first.model
 
 
 def test_an_agent_that_was_given_other_numbers_than_its_engine_has_does_not_start(fleet: VLLMFleet) -> None:

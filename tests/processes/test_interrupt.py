@@ -91,6 +91,7 @@ def deaf() -> Iterator[socket.socket]:
         ("status", "--bus", "tcp://ADDRESS", "--timeout", "3600"),
         ("pause", "--bus", "tcp://ADDRESS", "--timeout", "3600"),
         ("retire", "3", "--bus", "tcp://ADDRESS"),
+        ("engine", "probe", "http://ADDRESS"),
         ("conform", "--engine", "vllm", "--url", "http://ADDRESS", "--yes"),
         ("agent", "--bus", "tcp://ADDRESS", "--replica", "0", "--node-rank", "1", "--nnodes", "2", "--engine", "tiny"),
     ],
