@@ -5,7 +5,7 @@ import shutil
 import sqlite3
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from msgspec import structs
@@ -15,6 +15,7 @@ from controlplane.record.log import RunLog
 from controlplane.timeline.perfetto import TimelineDraft, write_timeline
 from controlplane.timeline.survey import LogSurvey
 from controlplane.timeline.tracks import TraceEvent
+from schemas.commands import ProfileCommand
 from schemas.errors import LogError
 from schemas.events import Answer, CommandReceived, EngineObserved, Observation
 from schemas.identity import Identity
@@ -230,6 +231,28 @@ def test_samples_by_staleness_are_counters_of_the_bus(written: Written) -> None:
         *(("samples 0 behind", 5, 10_000), ("samples 1 behind", 3, 10_000), ("samples refused", 1, 10_000)),
         *(("samples 0 behind", 0, 20_000), ("samples 1 behind", 0, 20_000)),
         *(("samples of unknown age", 4, 20_000), ("samples refused", 4, 20_000)),
+def test_replicas_that_are_profiled_separately_have_separate_sessions(written: Written) -> None:
+    peers = [written.joins(Identity(replica=replica, node_rank=0), at_ms=0) for replica in (0, 1)]
+
+    def command(action: Literal["start", "stop"], step: int, at_ms: float) -> None:
+        replica = step % 2
+        profile = ProfileCommand(action=action, step=step)
+        seq = written.issue(peers[replica], at_ms, at_ms + 1, profile, frozenset([replica]))
+        written.answer(peers[replica], seq, at_ms + 2, at_ms + 5, Acted(calls=("profile",)))
+
+    command("start", 2, 10)
+    command("start", 3, 20)
+    command("stop", 2, 30)
+    command("stop", 3, 40)
+    command("start", 4, 50)
+    command("start", 6, 60)  # the replica stops the previous session
+    _, events = checked_timeline(written.close())
+    lanes = [event for lane in ("profiling", "profiling (2)") for event in slices(events, "bus", lane)]
+    assert [(event["name"][-1], event["ts"], event["dur"], "args" in event) for event in lanes] == [
+        ("2", 10_000, 25_000, False),
+        ("4", 50_000, 10_000, True),
+        ("6", 60_000, 502_000, True),
+        ("3", 20_000, 25_000, False),
     ]
 
 
