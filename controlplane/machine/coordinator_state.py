@@ -221,6 +221,8 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
         syncs: The syncs in progress, by `Sync.key`.
         newest_version: The newest that a sync was ever requested for.
         loaded: Base weights that entered the load phase of a sync, the newest of them, in the order of their versions.
+        launch_labels: Of replicas whose engines were launched under labels of their own: the last one of each, by which
+            nothing is proven of what it made.
         claims: Places in the fleet that another incarnation claims: which one, and since when (µs).
         assigned: Replicas that were assigned to agents which have not joined yet, by their tokens: which one, and
             when (µs).
@@ -244,6 +246,7 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     syncs: Mapping[str, Sync] = {}
     newest_version: Count = 0
     loaded: tuple[LoadedWeights, ...] = ()
+    launch_labels: Mapping[int, str] = {}
     claims: Mapping[str, tuple[str, int]] = {}
     assigned: Mapping[str, tuple[Count, int]] = {}
     retired: Mapping[str, str] = {}

@@ -1,6 +1,6 @@
 """What proving a load costs: the same loads with and without the engine's checksums, in turn, on a real server.
 
-    python -m tests.engines.digest_cost sglang     # prints one line of JSON; vllm likewise
+    python -m tests.engines.digest_cost sglang     # prints one line of JSON; vllm and vllm-unpacked likewise
 
 The share is what docs/engines.md says. Times of a busy machine mean little, and their ratio is of one run.
 """
@@ -9,6 +9,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
@@ -17,7 +18,7 @@ import anyio
 from schemas.commands import Checkpoint
 from schemas.events import Load
 from schemas.identity import Digests, Identity
-from tests.engines import models
+from tests.engines.models import Size, save_model, save_weights, weights
 from tests.engines.servers import EngineServer
 from tests.engines.vllm_fleet import UNI, UNI_ENVIRONMENT
 from workers.engines.sglang.engine import SGLangEngine
@@ -26,6 +27,7 @@ from workers.engines.vllm.engine import VLLMEngine
 from workers.engines.vllm.server import VLLMServer
 
 ROUNDS = 8
+LARGE = Size(hidden=1024, layers=16, heads=16, kv_heads=2)
 
 
 async def measured(kind: str, url: str, folder: Path) -> dict[str, float]:
@@ -49,15 +51,20 @@ async def measured(kind: str, url: str, folder: Path) -> dict[str, float]:
 
 
 def main(kind: str) -> None:
-    models.HIDDEN, models.LAYERS, models.HEADS = 1024, 16, 16  # 400 MB
-    options, variables = (UNI, UNI_ENVIRONMENT) if kind == "vllm" else ((), {})
+    options: tuple[str, ...]
+    variables: Mapping[str, str]
+    options, variables = ((), {}) if kind == "sglang" else (UNI, UNI_ENVIRONMENT)
+    if kind == "vllm-unpacked":
+        options = (*options, "--worker-extension-cls", "tests.engines.unpacked_vllm.Extension")
+        variables = {**variables, "PYTHONPATH": str(Path(__file__).parents[2])}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         folder = Path(name)
-        models.save_model(folder / "a", 1)
-        models.save_weights(folder / "b", models.weights(2))
-        with EngineServer(kind, folder / "a", folder, *options, variables=variables) as server:
-            server.wait_up("/health" if kind == "vllm" else "/server_info")
-            print(json.dumps({"engine": kind} | anyio.run(measured, kind, server.url, folder)))  # noqa: T201
+        save_model(folder / "a", 1, LARGE)
+        save_weights(folder / "b", weights(2, LARGE))
+        megabytes = round((folder / "b" / "model.safetensors").stat().st_size / 1e6)
+        with EngineServer(kind.partition("-")[0], folder / "a", folder, *options, variables=variables) as server:
+            server.wait_up("/server_info" if kind == "sglang" else "/health")
+            print(json.dumps({"engine": kind, "megabytes": megabytes} | anyio.run(measured, kind, server.url, folder)))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -333,7 +333,13 @@ def _made(
         yield f"v{span.version} is {span.staleness} versions behind v{newest}"
     sources = [commit.source for commit in commits if commit.version == span.version]
     held = engine.weights
-    if span.proof == "proven" and not any(source is not None and weights_of(source) == held for source in sources):
+    told = bus.world.sampler.is_told(bus, replica, span.label)
+    untold = held == LAUNCHED and not told
+    if (
+        span.proof == "proven"
+        and not untold
+        and not any(source is not None and weights_of(source) == held for source in sources)
+    ):
         yield f"{slot.name} is proven to answer with v{span.version}, and has {held}"
     if span.proof == "launch" and (commits or engine.label != LAUNCH_LABEL):
         yield f"{slot.name} is said to answer with the weights of its launch, {held}, committed is v{newest}"
@@ -343,7 +349,7 @@ def _made(
     if not fit and not made.mixed and made.staleness == 0 and made.proof in ("proven", "launch"):
         yield f"a sample is not taken, {made}: {fit.reason}"
     served = FleetView(bus.state).serving.get(replica)
-    if served and sources and span.version == served and span.proof != "proven":
+    if served and sources and span.version == served and span.proof != "proven" and not told:
         yield f"replica {replica} is proven to serve v{served}, and its sample is {span.proof}"
 
 
