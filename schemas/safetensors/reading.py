@@ -37,14 +37,14 @@ class _Piece(NamedTuple):
     memory: memoryview | None
 
 
-def content_digest(places: Mapping[str, TensorPlace]) -> str:
-    """Return the content digest, in hex, of tensors in files. Reads every byte. Raises CheckpointError."""
+def content_digest(places: Mapping[str, TensorPlace]) -> ContentDigest:
+    """Return the content digest of tensors in files. Reads every byte. Raises CheckpointError."""
     content = ContentDigest()
     with ExitStack() as stack:
         pieces = list(_pieces(places, {}, stack))
         hashes = stack.enter_context(reading_threads()).map(_hash, pieces)
         _add(content, places, hashes)
-    return content.hexdigest()
+    return content
 
 
 def read_tensors(places: Mapping[str, TensorPlace], memory: Mapping[str, memoryview], *, content: bool) -> str | None:
