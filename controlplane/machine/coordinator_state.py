@@ -221,8 +221,7 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
         syncs: The syncs in progress, by `Sync.key`.
         newest_version: The newest that a sync was ever requested for.
         loaded: Base weights that entered the load phase of a sync, the newest of them, in the order of their versions.
-        launch_labels: Of replicas whose engines were launched under labels of their own: the last one of each, by which
-            nothing is proven of what it made.
+        launch_labels: Labels that engines of replicas were launched under, the last of each: they prove nothing.
         claims: Places in the fleet that another incarnation claims: which one, and since when (µs).
         assigned: Replicas that were assigned to agents which have not joined yet, by their tokens: which one, and
             when (µs).

@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from controlplane.machine.adapters import holds_version
-from controlplane.machine.coordinator_state import CoordinatorState, LoadedWeights, Member, UsedAdapter
+from controlplane.machine.coordinator_state import CoordinatorState, LoadedWeights, UsedAdapter
 from controlplane.machine.events import PROVEN, Proof, SamplesCounted
 from controlplane.machine.replicas import holds_committed, is_primary
 from controlplane.machine.versions import label_of
@@ -211,15 +211,15 @@ def with_holders(state: CoordinatorState, agents: Iterable[str]) -> CoordinatorS
         for name in agents
         if is_primary(member := state.members[name]) and member.hello.identity.syncs
     }
-    shown = {replica: label for replica, member in members.items() if (label := _launch_label(member))}
+    statuses = ((replica, member.status) for replica, member in members.items())
+    shown = {replica: status.launch_label or "" for replica, status in statuses if status and status.launch_label}
     if shown and any(state.launch_labels.get(replica) != label for replica, label in shown.items()):
         loaded = tuple(_without_holders(known, shown) for known in state.loaded)
         state = replace(state, loaded=loaded, launch_labels={**state.launch_labels, **shown})
     holding: dict[int, list[tuple[int, Committed]]] = {}  # by version
     for replica, member in members.items():
         desired = state.desired.get(replica, state.default_desired)
-        launch_label = state.launch_labels.get(replica)
-        if desired.committed is None or label_of(desired.committed) == launch_label:
+        if desired.committed is None or label_of(desired.committed) == state.launch_labels.get(replica):
             continue
         if holds_committed(member, desired):
             holding.setdefault(desired.version, []).append((replica, desired.committed))
@@ -232,10 +232,6 @@ def with_holders(state: CoordinatorState, agents: Iterable[str]) -> CoordinatorS
         if (used := tuple(_with_adapter_holders(state, entry, members) for entry in known.used)) != known.used
     }
     return replace(state, adapters={**state.adapters, **changed}) if changed else state
-
-
-def _launch_label(member: Member) -> str | None:
-    return member.status.launch_label if member.status is not None else None
 
 
 def _without_holders(known: LoadedWeights, shown: Mapping[int, str]) -> LoadedWeights:

@@ -82,10 +82,8 @@ class Sampler:
         """Send requests, let those that run go on, and take what has ended."""
         self.world.at(200, self.work)
         bus = self.world.bus
-        for member in bus.state.members.values() if bus is not None else ():
-            if bus is not None and member.status is not None and member.status.launch_label is not None:
-                place = member.hello.identity.replica, member.status.launch_label
-                self.told.setdefault(bus, set()).add(place)
+        if bus is not None:
+            self.launched_under(bus)
         serving = FleetView(bus.state).serving if bus is not None and bus.alive else {}
         for slot in self.world.slots:
             engine = slot.engine if slot.identity.syncs else None
@@ -141,11 +139,19 @@ class Sampler:
         of_launch = {label for label, weights, _ in rollout.made if weights == LAUNCHED}
         replica = slot.identity.replica
         held = {label_of(known.weights) for known in bus.state.loaded if replica in known.holders}
-        return any(not self.is_told(bus, replica, label) for label in of_launch & held)
+        told = self.launched_under(bus)
+        return any((replica, label) not in told for label in of_launch & held)
 
-    def is_told(self, bus: Bus, replica: int, label: str) -> bool:
-        """Whether this bus was told that the replica's engine was once launched under this label."""
-        return (replica, label) in self.told.get(bus, ())
+    def launched_under(self, bus: Bus) -> set[tuple[int, str]]:
+        """Replicas of which this bus was told that their engines were launched under a label of their own, with it."""
+        told = self.told.setdefault(bus, set())
+        statuses = ((member.hello.identity.replica, member.status) for member in bus.state.members.values())
+        told |= {
+            (replica, status.launch_label)
+            for replica, status in statuses
+            if status is not None and status.launch_label is not None
+        }
+        return told
 
 
 def wrong(bus: Bus, slot: Slot, rollout: Rollout, sample: Provenance) -> str:

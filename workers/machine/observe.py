@@ -50,12 +50,11 @@ SHOWS_NOTHING: Final = frozenset({Flush, Abort, CheckSource, CheckAdapter, Check
 
 def apply_observation(engine: EngineState, observation: Observation) -> EngineState:
     """Return `engine` corrected by an observation. Of an engine that was relaunched only the observation is known, and
-    that it may have been given what was called since the last one. Whatever it calls its weights proves nothing: it may
-    have been launched so.
+    that it may have been given what was called since the last one.
     """
     if _other_instance(engine, observation):
         launch = apply_observation(EngineState(instance=observation.instance, memory=engine.memory), observation)
-        launch = _torn(launch) if launch.version or launch.label_changed else launch
+        launch = _torn(launch) if launch.version or launch.label_changed else launch  # under whatever label
         for call in engine.unshown:
             if observation.version is None or not isinstance(call, Load | Restore):
                 launch = _by_either_launch(launch, call, observation)
@@ -236,7 +235,7 @@ def apply_result(
     )
     if unproven and _other_instance(engine, observation):
         after = _by_either_launch(after, call, observation)
-    if _discards(call):  # also if the engine was relaunched meanwhile
+    if isinstance(call, Sleep) and call.discard:  # also if the engine was relaunched meanwhile
         after = replace(after, torn=True)
     if failure is not None:
         torn = after.torn or isinstance(call, _LOADS)
@@ -483,10 +482,6 @@ def _is_visible(call: Call, after: EngineState, observation: Observation) -> boo
             return holds and observation.digest == call.manifest.content
         case _:
             return False
-
-
-def _discards(call: Call) -> bool:
-    return isinstance(call, Sleep) and call.discard
 
 
 def _same_digest(engine: EngineState, observation: Observation) -> bool:
