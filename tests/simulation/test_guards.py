@@ -196,13 +196,13 @@ GUARDS = {
         "controlplane/machine/provenance.py",
         "if desired.committed is None or label_of(desired.committed) == state.launch_labels.get(replica):",
         "if desired.committed is None:",
-        0,
+        101,
     ),
     "a launch under a label": Guard(
         "workers/machine/observe.py",
         "launch = _torn(launch) if launch.version or launch.label_changed else launch",
         "pass",
-        0,
+        21,
     ),
     "samples of an aborted sync": Guard(
         "controlplane/machine/provenance.py",
