@@ -46,8 +46,9 @@ from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig
 from schemas.reports import AdapterStatus, FleetStatus, Report, SyncReport
 from schemas.safetensors.format import find_tensors
-from schemas.safetensors.manifest import build_manifest, find_delta, read_checkpoint
+from schemas.safetensors.manifest import find_delta, manifest_of, read_checkpoint, require_all_changed
 from schemas.safetensors.paths import resolve_below
+from schemas.safetensors.reading import content_digest
 from schemas.storage.filesystems import network_type
 from schemas.transport.addresses import write_address
 from schemas.transport.keys import KEYS_VARIABLE
@@ -113,6 +114,7 @@ class ControlPlane(EngineCommands):
         self._keys = KeyFolder(Path(folder)) if folder else None
         self._begun: Step | None = None
         self._samples, self._step = SampleCounts(), 0
+        self._digested: dict[str, dict[str, bytes]] = {}  # tensors of the newest checkpoints, by their content
         self._senders: list[threading.Thread] = []
         self._opened: BusThread | None = None
         self._owner: threading.Thread | None = None
@@ -536,10 +538,20 @@ class ControlPlane(EngineCommands):
             return source, manifest
         checkpoint = durable_source(source)
         if checkpoint is not None:
-            whole = resolve_below(self._checkpoints, checkpoint.path)
+            places = find_tensors(resolve_below(self._checkpoints, checkpoint.path))
+            digest = content_digest(places) if content else None
             if isinstance(source, Checkpoint) and source.delta:
-                find_delta(resolve_below(self._checkpoints, source.delta), find_tensors(whole))
-            return source, build_manifest(whole, content)
+                delta = resolve_below(self._checkpoints, source.delta)
+                changed, held = find_delta(delta, places), self.bus.state.default_desired.committed
+                known = held.manifest if held is not None and held.version == source.base else None
+                base = self._digested.get(known.content or "") if known is not None else None
+                if digest is not None and base is not None:
+                    require_all_changed(delta, changed, base, digest.tensors)
+            layout = {name: place.spec for name, place in places.items()}
+            if digest is None:
+                return source, manifest_of(layout)
+            self._digested = {digest.hexdigest(): digest.tensors, **dict(list(self._digested.items())[:3])}
+            return source, manifest_of(layout, digest.hexdigest())
         if isinstance(source, Broadcast):
             raise ConfigError("a broadcast needs a manifest or a path: `manifest_of` makes one of names and shapes")
         return source, None

@@ -77,6 +77,7 @@ class AgentStatus(Struct, frozen=True, gc=False, kw_only=True, tag="status", omi
             hold, by the names that it would have for them.
         adapters_left: Versions whose files are still needed, though they may no longer be wanted: it holds them, or is
             loading them.
+        launch_label: What the engine called its weights when it was launched; None for the label that launches have.
         faults: How many faults the agent has injected on purpose; None for one that was started without a plan of them.
     """
 
@@ -100,6 +101,7 @@ class AgentStatus(Struct, frozen=True, gc=False, kw_only=True, tag="status", omi
     since_ms: Moment | None = None
     adapters_missing: tuple[Name, ...] = ()
     adapters_left: tuple[Name, ...] = ()
+    launch_label: Label | None = None
     faults: Count | None = None
 
     @property

@@ -17,7 +17,7 @@ from controlplane.cli.tables import Screen
 from schemas.errors import ConfigError, ExtraMissing
 from schemas.formatting import markup
 from schemas.identity import Identity
-from workers.conformance.engine_under_test import GenerationClient, Setup, opened, serves_others
+from workers.conformance.engine_under_test import GenerationClient, Setup, opened
 from workers.conformance.kit import Kit, Row
 from workers.engine import Engine
 from workers.engines.factory import EngineOptions, make_engine
@@ -94,11 +94,9 @@ def conform(
 async def _run(engine: Engine, client: GenerationClient, setup: Setup, told: bool) -> list[Row]:
     async with opened(engine, setup.up_within_s) as observed:
         if not told:
-            busy = await serves_others(engine)
-            state = "serves requests now" if busy else "may be in use"
             raise ConfigError(
-                f"{observed.engine} {state}, and this test pauses it, aborts its requests, loads other weights and "
-                "releases its memory. Say --yes if it is not in use."
+                f"{observed.engine} may be in use, and this test pauses it, aborts its requests, loads other weights "
+                "and releases its memory. Say --yes if it is not in use."
             )
         async with anyio.create_task_group() as tasks:
             rows = await Kit(engine, client, setup, tasks).run(_tell)

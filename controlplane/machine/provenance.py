@@ -5,7 +5,7 @@ the run, whether a sync committed them, and which replicas were ever proven to h
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -211,10 +211,17 @@ def with_holders(state: CoordinatorState, agents: Iterable[str]) -> CoordinatorS
         for name in agents
         if is_primary(member := state.members[name]) and member.hello.identity.syncs
     }
+    statuses = ((replica, member.status) for replica, member in members.items())
+    shown = {replica: status.launch_label or "" for replica, status in statuses if status and status.launch_label}
+    if shown and any(state.launch_labels.get(replica) != label for replica, label in shown.items()):
+        loaded = tuple(_without_holders(known, shown) for known in state.loaded)
+        state = replace(state, loaded=loaded, launch_labels={**state.launch_labels, **shown})
     holding: dict[int, list[tuple[int, Committed]]] = {}  # by version
     for replica, member in members.items():
         desired = state.desired.get(replica, state.default_desired)
-        if desired.committed is not None and holds_committed(member, desired):
+        if desired.committed is None or label_of(desired.committed) == state.launch_labels.get(replica):
+            continue
+        if holds_committed(member, desired):
             holding.setdefault(desired.version, []).append((replica, desired.committed))
     if holding:
         loaded = tuple(_with_base_holders(known, holding.get(known.weights.version, [])) for known in state.loaded)
@@ -225,6 +232,11 @@ def with_holders(state: CoordinatorState, agents: Iterable[str]) -> CoordinatorS
         if (used := tuple(_with_adapter_holders(state, entry, members) for entry in known.used)) != known.used
     }
     return replace(state, adapters={**state.adapters, **changed}) if changed else state
+
+
+def _without_holders(known: LoadedWeights, shown: Mapping[int, str]) -> LoadedWeights:
+    left = tuple(replica for replica in known.holders if shown.get(replica) != label_of(known.weights))
+    return replace(known, holders=left) if left != known.holders else known
 
 
 def _with_base_holders(known: LoadedWeights, holding: list[tuple[int, Committed]]) -> LoadedWeights:

@@ -63,16 +63,17 @@ def tensor_digest(items: Iterable[tuple[str, str, Sequence[int], Bytes]]) -> str
 
 
 class ContentDigest:
-    """A content digest that is computed tensor by tensor, from the digests of their pieces."""
+    """A content digest that is computed tensor by tensor, from the digests of their pieces: `tensors` has these."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256(b"rolloutctl content 2\n")
+        self.tensors: dict[str, bytes] = {}
 
     def add_tensor(self, name: str, dtype: str, shape: Sequence[int], nbytes: int, hashes: Iterator[bytes]) -> None:
         """Add the next tensor. `hashes` yields the sha256 of each of its pieces, and perhaps those of later tensors."""
         self._digest.update(_encode(name, dtype, shape, nbytes))
-        for digest in islice(hashes, -(-nbytes // PIECE_BYTES)):
-            self._digest.update(digest)
+        self.tensors[name] = b"".join(islice(hashes, -(-nbytes // PIECE_BYTES)))
+        self._digest.update(self.tensors[name])
 
     def hexdigest(self) -> str:
         """Return the digest in hex."""

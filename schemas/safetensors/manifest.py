@@ -6,7 +6,7 @@ of the content: then every byte is read once.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -30,11 +30,21 @@ def build_manifest(directory: Path, content: bool) -> Manifest:
     """
     places = find_tensors(directory)
     layout = {name: place.spec for name, place in places.items()}
-    return manifest_of(layout, content_digest(places) if content else None)
+    return manifest_of(layout, content_digest(places).hexdigest() if content else None)
+
+
+def require_all_changed(
+    delta: Path, changed: Collection[str], base: Mapping[str, bytes], whole: Mapping[str, bytes]
+) -> None:
+    """Raise CheckpointError if a delta, whose tensors are `changed`, lacks one whose digest is not that of its base."""
+    missed = [name for name, digest in whole.items() if name not in changed and base.get(name) != digest]
+    if missed:
+        what = f"lacks {len(missed):,} of the tensors that differ from its base: {', '.join(missed)[:200]}"
+        raise checkpoint_refused(delta, what, f"{UNTOUCHED} Write them into the delta, or sync without one.")
 
 
 def find_delta(directory: Path, whole: Mapping[str, TensorPlace]) -> dict[str, TensorPlace]:
-    """Return where the tensors of a delta are. Raises CheckpointError unless each is one of the whole checkpoint's."""
+    """Return where a delta's tensors are. Raises CheckpointError unless each is one of the `whole` checkpoint's."""
     places = find_tensors(directory)
     for name, place in places.items():
         if name not in whole or whole[name].spec != place.spec:
@@ -86,11 +96,9 @@ def manifest_of(layout: Mapping[str, TensorSpec], content: str | None = None) ->
 def check_directory(directory: Path, manifest: Manifest) -> None:
     """Raise CheckpointError unless the directory holds what the manifest says.
 
-    The content is compared only if the manifest has a digest of it.
-
     Args:
         directory: A checkpoint.
-        manifest: What it must hold; None if that is not known.
+        manifest: What it must hold; the content is compared only if it has a digest of that.
     """
     check_tensors(directory, find_tensors(directory), manifest)
 
@@ -98,7 +106,7 @@ def check_directory(directory: Path, manifest: Manifest) -> None:
 def check_tensors(directory: Path, places: Mapping[str, TensorPlace], manifest: Manifest) -> None:
     """Check the tensors that were found in the directory, like `check_directory`."""
     check_layout(directory, {name: place.spec for name, place in places.items()}, manifest)
-    if manifest.content is not None and (found := content_digest(places)) != manifest.content:
+    if manifest.content is not None and (found := content_digest(places).hexdigest()) != manifest.content:
         raise content_differs(directory, found, manifest)
 
 
@@ -107,18 +115,10 @@ def check_layout(directory: Path, layout: Mapping[str, TensorSpec], manifest: Ma
     found = manifest_of(layout, manifest.content)
     if found == manifest:
         return
-    if found.tensors != manifest.tensors:
-        what = f"holds {found.tensors:,} tensors, the trainer's manifest has {manifest.tensors:,}"
-    elif found.nbytes != manifest.nbytes:
-        what = f"holds {found.nbytes:,} bytes of tensors, the trainer's manifest has {manifest.nbytes:,}"
-    else:
-        what = (
-            f"holds {found.tensors:,} tensors of {found.nbytes:,} bytes as the trainer's manifest says, but a name, "
-            f"dtype or shape differs (layout {found.layout[:12]}, the manifest has {manifest.layout[:12]})"
-        )
+    has, due = (f"{one.tensors:,} tensors, {one.nbytes:,} bytes, layout {one.layout[:12]}" for one in (found, manifest))
     raise checkpoint_refused(
         directory,
-        what,
+        f"holds {has}, the trainer's manifest has {due}",
         f"{UNTOUCHED} Either it is of another model, a file is missing, or this node sees an older state of the disk: "
         "check `source`, then sync again.",
     )
@@ -132,20 +132,14 @@ def require_same_model(directory: Path, held: Mapping[str, TensorSpec], offered:
         held: Tensors of the engine's model.
         offered: Tensors of the checkpoint.
     """
-    if held == offered:
-        return
-    differences = []
-    for name in sorted(held.keys() | offered.keys()):
-        if name not in offered:
-            differences.append(f"it lacks {name} ({held[name]})")
-        elif name not in held:
-            differences.append(f"it has {name} ({offered[name]}), which the model lacks")
-        elif held[name] != offered[name]:
-            differences.append(f"{name} is {offered[name]}, but {held[name]} in the model")
-    if differences:
-        more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
-        what = f"is of another model: {'; '.join(differences[:3])}{more}"
-        raise checkpoint_refused(directory, what, UNTOUCHED)
+    names = sorted(name for name in held.keys() | offered.keys() if held.get(name) != offered.get(name))
+    if names:
+        first = "; ".join(
+            f"{name} is {offered.get(name, 'missing')}, and {held.get(name, 'missing')} in the model"
+            for name in names[:3]
+        )
+        more = f", and {len(names) - 3} more" if len(names) > 3 else ""
+        raise checkpoint_refused(directory, f"is of another model: {first}{more}", UNTOUCHED)
 
 
 def content_differs(directory: Path, found: str, manifest: Manifest) -> CheckpointError:

@@ -38,9 +38,9 @@ class _Piece(NamedTuple):
     memory: memoryview | None
 
 
-def content_digest(places: Mapping[str, TensorPlace]) -> str:
-    """Return the content digest, in hex, of tensors in files. Reads every byte. Raises CheckpointError."""
-    return str(read_tensors(places, {}, content=True))
+def content_digest(places: Mapping[str, TensorPlace]) -> ContentDigest:
+    """Return the content digest of tensors in files. Reads every byte. Raises CheckpointError."""
+    return _read_and_hash(places, {})
 
 
 def read_tensors(places: Mapping[str, TensorPlace], memory: Mapping[str, memoryview], *, content: bool) -> str | None:
@@ -49,17 +49,23 @@ def read_tensors(places: Mapping[str, TensorPlace], memory: Mapping[str, memoryv
     Returns:
         With `content`, the content digest of what is in memory now, in hex.
     """
+    if content:
+        return _read_and_hash(places, memory).hexdigest()
     with ExitStack() as stack:
         pieces = list(_pieces(places, memory, stack))
-        threads = stack.enter_context(reading_threads())
-        if not content:
-            deque(threads.map(_read, pieces), maxlen=0)
-            return None
-        digest, hashes = ContentDigest(), threads.map(_hash, pieces)
+        deque(stack.enter_context(reading_threads()).map(_read, pieces), maxlen=0)
+    return None
+
+
+def _read_and_hash(places: Mapping[str, TensorPlace], memory: Mapping[str, memoryview]) -> ContentDigest:
+    digest = ContentDigest()
+    with ExitStack() as stack:
+        pieces = list(_pieces(places, memory, stack))
+        hashes = stack.enter_context(reading_threads()).map(_hash, pieces)
         for name in sorted(places):
             spec = places[name].spec
             digest.add_tensor(name, spec.dtype, spec.shape, spec.nbytes, hashes)
-        return digest.hexdigest()
+    return digest
 
 
 def file_states(directory: Path) -> tuple[FileState, ...]:

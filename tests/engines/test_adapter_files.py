@@ -10,6 +10,7 @@ import pytest
 from schemas.commands import AdapterVersion, Manifest
 from schemas.errors import CheckpointError
 from schemas.safetensors import manifest as manifests
+from schemas.safetensors.digest import ContentDigest
 from schemas.safetensors.format import TensorPlace, TensorSpec, read_layout
 from schemas.safetensors.manifest import CONFIG_BYTES_MAX, build_manifest, read_checkpoint
 from schemas.safetensors.reading import content_digest
@@ -177,16 +178,16 @@ def test_a_manifest_is_compared(tmp_path: Path, layout: Layout) -> None:
     save_adapter(tmp_path / "a", seed=1)
     assert "has the right tensors with other values" in refusal(tmp_path, layout, manifest=manifest)
     save_adapter(tmp_path / "a", rank=2)
-    assert "bytes of tensors, the trainer's manifest has" in refusal(tmp_path, layout, manifest=manifest)
+    assert ", the trainer's manifest has" in refusal(tmp_path, layout, manifest=manifest)
 
 
 def test_the_check_and_the_load_digest_an_adapter_once_unless_it_was_written_meanwhile(
     tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced = version(build_manifest(save_adapter(tmp_path / "a"), content=True))
-    weights, digests, checker = tmp_path / "a" / WEIGHTS, list[str](), SourceChecker(tmp_path)
+    weights, digests, checker = tmp_path / "a" / WEIGHTS, list[ContentDigest](), SourceChecker(tmp_path)
 
-    def counted(places: Mapping[str, TensorPlace]) -> str:
+    def counted(places: Mapping[str, TensorPlace]) -> ContentDigest:
         digests.append(content_digest(places))
         return digests[-1]
 

@@ -13,7 +13,7 @@ from tests.running import python
 
 ALL = {
     *("generate", "abort", "pause (abort)", "pause (wait)", "pause (keep)", "resume", "calls made twice"),
-    *("load", "bad checkpoint", "flush", "sleep", "wake", "profile", "late call", "cancelled call", "observe"),
+    *("load", "bad checkpoint", "delta", "flush", "sleep", "wake", "profile", "late call", "cancelled call", "observe"),
     *("adapter", "second adapter", "adapter unload", "bad adapter"),
 }
 

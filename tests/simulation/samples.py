@@ -1,7 +1,7 @@
 """Samples in the simulation: what engines say of the weights that made them, what really did, and the trainer's gate.
 
 An engine names a label for each stretch of tokens, as the real ones do: a request that `keep` froze has several. Labels
-move with the weights, but for an SGLang that was launched with a label of one's choice. Answers come late.
+move with the weights, but for an engine that was launched again with a label of one's choice. Answers come late.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 from controlplane.machine.fleet_view import FleetView
 from controlplane.machine.provenance import Provenance, TokenSpan, accepts
 from controlplane.machine.versions import label_of
-from schemas.commands import Pushed
 from tests.simulation.engine import LAUNCHED, weights_of
 
 if TYPE_CHECKING:
@@ -73,6 +72,7 @@ class Sampler:
         self.world = world
         self.rng = Random(f"samples {world.seed}")
         self.accepted = self.refused = self.mixed = 0
+        self.told: dict[Bus, set[tuple[int, str]]] = {}  # under which labels engines were launched
 
     def begin(self) -> None:
         """Begin to sample."""
@@ -82,6 +82,8 @@ class Sampler:
         """Send requests, let those that run go on, and take what has ended."""
         self.world.at(200, self.work)
         bus = self.world.bus
+        if bus is not None:
+            self.launched_under(bus)
         serving = FleetView(bus.state).serving if bus is not None and bus.alive else {}
         for slot in self.world.slots:
             engine = slot.engine if slot.identity.syncs else None
@@ -95,20 +97,17 @@ class Sampler:
                 self.take(slot, slot.engine)
 
     def launch_label(self, slot: Slot) -> str:
-        """Return the label of a version that this replica never held, in some launches of an SGLang, else nothing. Not
-        while none is committed: then its agent would keep it paused, and the other judges take it for as launched.
+        """Return the label of a version of the run in some launches, else nothing. SGLang has it of an option, and vLLM
+        of what set it before it was seen. Not while none is committed: then its agent would keep it paused, and the
+        other judges take it for as launched.
         """
         bus, engine = self.world.bus, slot.engine
-        if engine is None or engine.kind != "sglang" or engine.label is None or engine.instance == 1:
+        if engine is None or engine.label is None or engine.instance == 1 or bus is None:
             return ""
-        if bus is None or bus.state.desired.get(slot.identity.replica, bus.state.default_desired).committed is None:
+        if bus.state.desired.get(slot.identity.replica, bus.state.default_desired).committed is None:
             return ""
-        others = [
-            str(known.weights.version)
-            for known in bus.state.loaded
-            if slot.identity.replica not in known.holders and not isinstance(known.weights.source, Pushed)
-        ]
-        return self.rng.choice(others) if others and self.rng.random() < 0.5 else ""
+        labels = [label_of(known.weights) for known in bus.state.loaded]
+        return self.rng.choice(labels) if labels and self.rng.random() < 0.5 else ""
 
     def take(self, slot: Slot, engine: Engine) -> None:
         """Answer requests that have ended; a lost connection loses some."""
@@ -123,7 +122,7 @@ class Sampler:
     def judge(self, slot: Slot, rollout: Rollout) -> None:
         """Ask the gate for a sample, and judge what it says."""
         bus = self.world.bus
-        if bus is None or not bus.alive or self.has_come_true(bus, slot, rollout):
+        if bus is None or not bus.alive or self.is_untold(bus, slot, rollout):
             return
         (sample,) = FleetView(bus.state).provenance(rollout.answer(), replica=slot.identity.replica)
         self.mixed += sample.mixed
@@ -133,11 +132,26 @@ class Sampler:
         else:
             self.refused += 1
 
-    def has_come_true(self, bus: Bus, slot: Slot, rollout: Rollout) -> bool:
-        """Whether the label of a launch is one that the replica has had from a sync since: nothing tells them apart."""
+    def is_untold(self, bus: Bus, slot: Slot, rollout: Rollout) -> bool:
+        """Whether no agent has told this bus yet that the engine was launched under the label of these tokens, which
+        the replica has had from a sync too: until then, nothing tells them apart.
+        """
         of_launch = {label for label, weights, _ in rollout.made if weights == LAUNCHED}
-        held = {known.weights for known in bus.state.loaded if slot.identity.replica in known.holders}
-        return not of_launch.isdisjoint(map(label_of, held))
+        replica = slot.identity.replica
+        held = {label_of(known.weights) for known in bus.state.loaded if replica in known.holders}
+        told = self.launched_under(bus)
+        return any((replica, label) not in told for label in of_launch & held)
+
+    def launched_under(self, bus: Bus) -> set[tuple[int, str]]:
+        """Replicas of which this bus was told that their engines were launched under a label of their own, with it."""
+        told = self.told.setdefault(bus, set())
+        statuses = ((member.hello.identity.replica, member.status) for member in bus.state.members.values())
+        told |= {
+            (replica, status.launch_label)
+            for replica, status in statuses
+            if status is not None and status.launch_label is not None
+        }
+        return told
 
 
 def wrong(bus: Bus, slot: Slot, rollout: Rollout, sample: Provenance) -> str:

@@ -186,6 +186,24 @@ GUARDS = {
         "held = True",
         4,
     ),
+    "samples of a launch under a label": Guard(
+        "controlplane/machine/provenance.py",
+        "state = replace(state, loaded=loaded, launch_labels={**state.launch_labels, **shown})",
+        "pass",
+        101,
+    ),
+    "a holder again after a launch under its label": Guard(
+        "controlplane/machine/provenance.py",
+        "if desired.committed is None or label_of(desired.committed) == state.launch_labels.get(replica):",
+        "if desired.committed is None:",
+        101,
+    ),
+    "a launch under a label": Guard(
+        "workers/machine/observe.py",
+        "launch = _torn(launch) if launch.version or launch.label_changed else launch",
+        "pass",
+        21,
+    ),
     "samples of an aborted sync": Guard(
         "controlplane/machine/provenance.py",
         'return "unproven" if open_ else "aborted"',

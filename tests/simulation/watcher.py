@@ -333,7 +333,9 @@ def _made(
         yield f"v{span.version} is {span.staleness} versions behind v{newest}"
     sources = [commit.source for commit in commits if commit.version == span.version]
     held = engine.weights
-    if span.proof == "proven" and not any(source is not None and weights_of(source) == held for source in sources):
+    told, place = bus.world.sampler.launched_under(bus), (replica, span.label)
+    made_it = any(source is not None and weights_of(source) == held for source in sources)
+    if span.proof == "proven" and not made_it and (held != LAUNCHED or place in told):
         yield f"{slot.name} is proven to answer with v{span.version}, and has {held}"
     if span.proof == "launch" and (commits or engine.label != LAUNCH_LABEL):
         yield f"{slot.name} is said to answer with the weights of its launch, {held}, committed is v{newest}"
@@ -343,7 +345,8 @@ def _made(
     if not fit and not made.mixed and made.staleness == 0 and made.proof in ("proven", "launch"):
         yield f"a sample is not taken, {made}: {fit.reason}"
     served = FleetView(bus.state).serving.get(replica)
-    if served and sources and span.version == served and span.proof != "proven":
+    ever_told = any(place in places for places in bus.world.sampler.told.values())
+    if served and sources and span.version == served and span.proof != "proven" and not ever_told:
         yield f"replica {replica} is proven to serve v{served}, and its sample is {span.proof}"
 
 

@@ -79,7 +79,7 @@ def test_the_backend_of_the_page_conforms_on_the_command_line(folder: Path) -> N
     ((_, *words),) = (line.split() for block in blocks("docs/backends.md", "sh") for line in block.splitlines())
     done = rolloutctl(*words, cwd=folder, env={"PYTHONPATH": f"{Path.cwd()}:{folder}"})
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("passed") == 16 and "cancelled call" in done.stdout
+    assert done.stdout.count("passed") == 17 and "cancelled call" in done.stdout
 
 
 def test_the_protocol_of_the_page_is_that_of_the_agent() -> None:
@@ -203,6 +203,21 @@ def ids() -> Callable[[], str]:
     return lambda: f"launch {next(turns)}"
 
 
+def of_a_delta(effect: Callable[[Any], None]) -> Callable[[Any], Callable[[Any, Any], Awaitable[Returned]]]:
+    """Do this instead of the load of a delta."""
+
+    def bound(engine: Any) -> Callable[[Any, Any], Awaitable[Returned]]:
+        async def way(call: Any, right: Any) -> Returned:
+            if not call.source.delta:
+                return await right()  # type: ignore[no-any-return]
+            effect(engine)
+            return Returned(took="delta")
+
+        return way
+
+    return bound
+
+
 running = then(sets(state="running"))
 
 FAULTS: dict[str, tuple[str, str, Callable[[Any], None]]] = {
@@ -222,6 +237,12 @@ FAULTS: dict[str, tuple[str, str, Callable[[Any], None]]] = {
     "load without a label": ("load", "reports version 0", bound(Load, then(sets(version=0)))),
     "load that resumes": ("load", "without a resume", bound(Load, running)),
     "load that raises": ("load", "EngineError: it broke", does(Load, bad)),
+    "a delta ignored": ("delta", "gave other tokens than the whole", bound(Load, of_a_delta(sets()))),
+    "a delta that leaves the rest torn": (
+        "delta",
+        "gave other tokens than the whole",
+        bound(Load, of_a_delta(sets(weights=b"uninitialized"))),
+    ),
     "unchecked": ("bad checkpoint", "missing: the check was accepted", does(CheckSource, ignored)),
     "checked with another error": ("bad checkpoint", "the load raised EngineError", does(Load, bad)),
     "sleep ignored": ("sleep", "reports as asleep: nothing", does(Sleep, ignored)),
@@ -337,6 +358,14 @@ async def test_how_fast_an_engine_is_does_not_depend_on_its_first_request(
         measuring = EngineUnderTest(cast(Engine, None), Client(), setup, tasks)
         _, longest = await measuring.measure()
     assert longest == engine_under_test.LONG_MAX
+
+
+async def test_a_delta_is_judged_by_what_the_engine_generates_of_it(tmp_path: Path) -> None:
+    for seed, name in enumerate("ab", 1):
+        save(TinyModel(TinyConfig(), seed=seed), tmp_path / "ckpt" / name)
+    engine = TinyEngine(Identity(replica=0, node_rank=0), checkpoints=tmp_path / "ckpt", traces=tmp_path / "traces")
+    row = (await judged(engine, tmp_path, "generate", "delta"))["delta"]
+    assert (row.verdict, row.seen) == ("passed", "the same tokens as the whole; it took delta"), row
 
 
 @pytest.mark.parametrize("drops", [True, False], ids=["drops the cache", "keeps the cache"])

@@ -51,6 +51,18 @@ def test_nothing_is_believed_about_a_relaunched_engine_but_the_observation() -> 
     assert relaunched(engine, found)
 
 
+@pytest.mark.parametrize(("label", "version"), [("1", 1), ("step 1", None), (None, 1)])
+def test_a_relaunched_engine_holds_the_weights_of_its_launch_whatever_it_calls_them(
+    label: str | None, version: int | None
+) -> None:
+    engine = apply_observation(ON_V1, replace(PRESENT, instance="two", label=label, version=version))
+    v1 = Committed(1, Checkpoint("v1"), None)
+    assert engine.torn and engine.launch_label == label
+    assert planned(Desired(committed=v1), engine) == ["check_source 1", "pause abort", "load 1", "flush", "resume"]
+    pushed = Desired(committed=Committed(1, Pushed(label or "step 1"), None))
+    assert adopt_pushed(engine, pushed, PRIMARY) == engine
+
+
 def test_an_engine_without_an_instance_counts_as_the_same_one() -> None:
     silent = events.Observation(engine="e", tokenizer="present")
     assert not relaunched(READY, apply_observation(READY, silent))

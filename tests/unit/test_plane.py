@@ -266,6 +266,24 @@ def test_a_delta_that_is_no_part_of_its_checkpoint_is_refused_before_anything_is
     assert isinstance(report.phases[0].command, WeightSync) and report.phases[0].command.source == source
 
 
+def test_a_delta_that_lacks_what_has_changed_is_refused_where_base_and_whole_are_digested(
+    plane: ControlPlane, tmp_path: Path
+) -> None:
+    weights = {name: zeros(2) for name in "abc"}
+    for folder, changed in (("one", "abc"), ("two", "bc"), ("both", "bc"), ("late", "c")):
+        (tmp_path / folder).mkdir()
+        held = {name: weights[name] + (name in changed and folder != "one") for name in weights}
+        part = {name: held[name] for name in changed} if folder in ("both", "late") else held
+        save_file(part, tmp_path / folder / "model.safetensors")
+    with agents(plane.address, tmp_path, {PRIMARY: Engine()}):
+        plane.wait_for_agents(1, timeout=20).wait()
+        plane.sync_weights(1, "one", content=True, timeout=20).wait().raise_unless_committed()
+        with pytest.raises(errors.CheckpointError, match="late lacks 1 of the tensors that differ from its base: b"):
+            plane.sync_weights(2, Checkpoint("two", delta="late", base=1), content=True)
+        done = plane.sync_weights(2, Checkpoint("two", delta="both", base=1), content=True, timeout=20).wait()
+        done.raise_unless_committed()
+
+
 def test_a_sync_that_no_replica_follows_is_aborted(plane: ControlPlane, tmp_path: Path) -> None:
     report = plane.sync_weights(1, checkpoint(tmp_path / "one"), timeout=1).wait()
     assert (report.status, report.loaded, report.quarantined) == ("aborted", (), ())

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from controlplane.machine.coordinator import CoordinatorState
 from controlplane.machine.fleet_view import FleetView
@@ -65,6 +66,24 @@ def test_what_a_replica_was_once_proven_to_hold_stays_proven_for_answers_that_co
     bus = committed(1, 2)
     bus.lose("1.0")
     assert trace(bus, ("1", 0, 9), replica=1).proof == "proven"
+
+
+def test_a_label_that_an_engine_was_launched_under_proves_nothing_of_what_its_replica_says_from_then_on() -> None:
+    """Its tokens of before may still come, and can't be told from those of the launch."""
+    bus = committed(1, 2)
+    status = AgentStatus(ready=False, tokenizer="present", engine="sglang", torn=True, launch_label="2")
+    bus.status("1.0", status, seq=bus.state.seq)
+    serves = AgentStatus(ready=True, generating=True, tokenizer="present", engine="sglang", version=2)
+    bus.status("1.0", serves, seq=bus.state.seq)
+    proof = {(label, replica): trace(bus, (label, 0, 9), replica=replica).proof for label in "12" for replica in (0, 1)}
+    assert proof == {("1", 0): "proven", ("1", 1): "proven", ("2", 0): "proven", ("2", 1): "unproven"}
+    bus.status("0.0", replace(status, launch_label="4"), seq=bus.state.seq)
+    bus.status("0.0", serves, seq=bus.state.seq)
+    for version in (3, 4):
+        bus.sync(version)
+        run_phases(bus, ALL, ALL, ALL)
+    bus.open()
+    assert [trace(bus, ("4", 0, 9), replica=replica).proof for replica in (0, 1)] == ["unproven", "proven"]
 
 
 def test_weights_of_a_sync_that_was_aborted_are_never_accepted() -> None:

@@ -437,6 +437,23 @@ def test_a_late_joiner_without_a_checkpoint_waits_for_the_next_sync() -> None:
 def test_an_agent_without_a_journal_knows_pushed_weights_by_their_label() -> None:
     run = Run(replace(LABELLED, label="step 7", version=None), Desired(committed=Committed(7, NEW, None)))
     assert run.calls == [] and run.state.engine.version == 7 and is_ready(run.state)
+    assert status_of(run.state).launch_label is None
+
+
+@pytest.mark.parametrize("path", ["", "v6"])
+def test_an_engine_that_is_launched_again_under_the_committed_label_holds_the_weights_of_its_launch(path: str) -> None:
+    """Another program launched it, with the label as an option, or gave it the label before it was seen."""
+    run = on_old(Desired(committed=Committed(6, replace(OLD, path=path), None)))
+    run.seen = replace(run.seen, instance="two")
+    run.feed(EngineObserved(at_ms=2, observation=run.seen))
+    assert run.calls == (["check_source", "pause", "load", "flush", "resume"] if path else ["pause"])
+    assert is_ready(run.state) is bool(path)
+    assert path or "weights labelled 'step 6', of which its agent has no record" in trouble(run.state)
+    run.push("step 8")
+    assert not in_sync(run.state), "and the next label is believed of a sync alone"
+    run.issue(phase("prepare", 9, Pushed("step 9"))).issue(phase("load", 9)).push("step 9")
+    run.issue(phase("commit", 9, Pushed("step 9")))
+    assert is_ready(run.state) and status_of(run.state).launch_label == "step 6"
 
 
 def snapshot(committed: Committed) -> SnapshotReceived:

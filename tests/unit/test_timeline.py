@@ -231,6 +231,9 @@ def test_samples_by_staleness_are_counters_of_the_bus(written: Written) -> None:
         *(("samples 0 behind", 5, 10_000), ("samples 1 behind", 3, 10_000), ("samples refused", 1, 10_000)),
         *(("samples 0 behind", 0, 20_000), ("samples 1 behind", 0, 20_000)),
         *(("samples of unknown age", 4, 20_000), ("samples refused", 4, 20_000)),
+    ]
+
+
 def test_replicas_that_are_profiled_separately_have_separate_sessions(written: Written) -> None:
     peers = [written.joins(Identity(replica=replica, node_rank=0), at_ms=0) for replica in (0, 1)]
 

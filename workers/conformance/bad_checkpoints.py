@@ -82,7 +82,7 @@ def _wider(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_safetensors(file: Path, header: object, nbytes: int) -> None:
-    """Write a file whose data are a hole, and make its directory."""
+    """Write a file whose data are a hole of `nbytes` bytes, and make its directory."""
     file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(header).encode()
     with file.open("wb") as opened:

@@ -298,12 +298,3 @@ async def opened(engine: Engine, up_within_s: float) -> AsyncIterator[events.Obs
     finally:
         with anyio.CancelScope(shield=True):
             await engine.close()
-
-
-async def serves_others(engine: Engine) -> bool:
-    """Return whether requests run that this process did not send, by the engine's own counters over a second."""
-    first = await engine.observe()
-    await anyio.sleep(1.0)
-    second = await engine.observe()
-    counted = first.generated is not None and second.generated is not None and second.generated > first.generated
-    return bool(second.running or second.waiting) or counted

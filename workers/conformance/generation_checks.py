@@ -99,10 +99,8 @@ class GenerationChecks:
             *if_true(observed.generating is False, "it reports that it is paused, which an abort must not do"),
             *await engine.changed(),
         )
-        text = (
-            f"the running request ended after {len(request.tokens)} of {request.asked} tokens; the next one was served"
-        )
-        return (CheckResult(faults, text),)
+        got = f"{len(request.tokens)} of {request.asked} tokens"
+        return (CheckResult(faults, f"the running request ended after {got}; the next one was served"),)
 
     async def repeat(self) -> tuple[CheckResult, ...]:
         """Make those calls twice that an agent makes again if it died during the first."""

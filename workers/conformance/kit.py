@@ -6,7 +6,7 @@ the engine, traces from the disk, memory from whatever can measure it, and its r
 
 import time
 from collections.abc import Awaitable, Callable, Collection
-from typing import Final, Literal
+from typing import Literal
 
 from anyio.abc import TaskGroup
 from msgspec import Struct
@@ -30,7 +30,6 @@ Verdict = Literal["passed", "failed", "not offered"]
 Names = tuple[str, ...]
 Needs = tuple[Operation, ...]
 Check = Callable[[], Awaitable[tuple[CheckResult, ...]]]
-_NOT_LISTED: Final = {Operation.ADAPTERS: "not launched for adapters"}
 
 
 class Row(Struct, frozen=True, kw_only=True):
@@ -85,6 +84,7 @@ class Kit:
             (("calls made twice",), (pause, resume), generation.repeat),
             (("load",), (load, pause, resume), weights.load),
             (("bad checkpoint",), (load, pause, resume), weights.bad_checkpoint),
+            (("delta",), (load, pause, resume), weights.delta),
             (("flush",), (Operation.FLUSH, pause, resume), weights.flush),
             (("sleep", "wake"), (Operation.SLEEP, Operation.WAKE, pause, resume), weights.sleep_and_wake),
             (("profile",), (Operation.PROFILE,), weights.profile),
@@ -118,7 +118,8 @@ class Kit:
         if self._lost or not missing:
             return "failed", self._lost
         if missing[0] == needs[0]:
-            return "not offered", _NOT_LISTED.get(needs[0], f"the engine does not list `{needs[0]}`")
+            launched = needs[0] is Operation.ADAPTERS
+            return "not offered", "not launched for adapters" if launched else f"the engine does not list `{needs[0]}`"
         return "failed", f"it lists `{needs[0]}`, and not `{missing[0]}`"
 
     async def _observed(self) -> tuple[CheckResult, ...]:

@@ -1,6 +1,10 @@
 """Checks of the calls about weights, memory and profiles, by tokens, by used memory, and by files on the disk."""
 
+import os
 import secrets
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import anyio
@@ -11,6 +15,7 @@ from schemas.commands import Checkpoint, Manifest, ProfilePlan
 from schemas.desired import ALL_TAGS, ProfileSession
 from schemas.errors import EngineError
 from schemas.identity import InFlight, Operation
+from schemas.safetensors.format import safetensors_files
 from schemas.safetensors.manifest import build_manifest
 from workers.conformance.bad_checkpoints import refused
 from workers.conformance.engine_under_test import CheckResult, EngineUnderTest, Setup, Tokens, if_true
@@ -35,10 +40,10 @@ class WeightChecks:
         faults: list[str] = []
         paused = True
         for path in (first, second, first):
-            observed, digest = await self._load_weights(path)
+            observed, loaded = await self._load_weights(path)
             tokens.append(await self._engine.tokens())
             labels.append(observed.version)
-            digests.append(digest)
+            digests.append(loaded.digest or observed.digest)
             paused = paused and observed.generating is not True
             wrong = observed.version not in (None, self._version)
             faults += if_true(wrong, f"version {self._version} was loaded, and it reports version {observed.version}")
@@ -50,13 +55,28 @@ class WeightChecks:
         faults += if_true(one is not None and (one != again or one == two), "its digest does not follow its weights")
         return (CheckResult(faults, f"tokens followed the checkpoint; labels {', '.join(map(str, labels))}"),)
 
+    async def delta(self) -> tuple[CheckResult, ...]:
+        """Each file of the first checkpoint alone, over the second, and at the end that is all of the first."""
+        first, second = self._two_checkpoints()
+        await self._load_weights(first)
+        whole = await self._engine.tokens()
+        await self._load_weights(second)
+        with TemporaryDirectory(prefix="conform-", dir=self._setup.root) as folder:
+            for file in safetensors_files(self._setup.root / first):
+                delta = Path(folder, file.stem)
+                os.mkdir(delta)
+                await to_thread.run_sync(shutil.copy, file, delta)
+                _, loaded = await self._load_weights(first, delta=f"{delta.parent.name}/{delta.name}")
+        wrong = if_true(await self._engine.tokens() != whole, "it gave other tokens than the whole checkpoint")
+        return (CheckResult(wrong, f"the same tokens as the whole; it took {loaded.took or 'the whole'}"),)
+
     async def bad_checkpoint(self) -> tuple[CheckResult, ...]:
         """Checkpoints that can't be loaded are refused by the check and by the load, and nothing else changes."""
         path, _ = self._two_checkpoints()
         return (await refused(self._engine, self._setup.root, path, self._check_and_load, paused=True),)
 
-    def _check_and_load(self, path: str, manifest: Manifest) -> tuple[events.CheckSource, events.Load]:
-        source, version = Checkpoint(path), self._version + 1
+    def _check_and_load(self, path: str, manifest: Manifest, delta: str = "") -> tuple[events.CheckSource, events.Load]:
+        source, version = Checkpoint(path, delta, self._version if delta else 0), self._version + 1
         return events.CheckSource(source, manifest, version), events.Load(version, source, manifest)
 
     async def flush(self) -> tuple[CheckResult, ...]:
@@ -154,10 +174,12 @@ class WeightChecks:
         faults += if_true(grew, f"the first session was written to after its stop: {', '.join(sorted(grew))}")
         return (CheckResult(faults, f"two sessions left {' and '.join(counts)} traces, each in its own directory"),)
 
-    async def _load_weights(self, path: str, mode: InFlight = "abort") -> tuple[events.Observation, str | None]:
-        """Load one checkpoint, as an agent does, as the next version. Returns what was observed, and the digest."""
+    async def _load_weights(
+        self, path: str, mode: InFlight = "abort", delta: str = ""
+    ) -> tuple[events.Observation, events.Returned]:
+        """Load one checkpoint, as an agent does, as the next version. Returns what was seen and what it returned."""
         manifest = await to_thread.run_sync(build_manifest, self._setup.root / path, False)
-        check, load = self._check_and_load(path, manifest)
+        check, load = self._check_and_load(path, manifest, delta)
         self._version = load.version
         await self._engine.perform(events.Pause(mode))
         await self._engine.perform(check)
@@ -166,7 +188,7 @@ class WeightChecks:
         if Operation.FLUSH in self._engine.operations:
             await self._engine.perform(events.Flush())
         await self._engine.perform(events.Resume())
-        return observed, returned.digest or observed.digest
+        return observed, returned
 
     def _two_checkpoints(self) -> tuple[str, str]:
         if self._setup.checkpoints is None:

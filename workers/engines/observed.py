@@ -5,7 +5,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from anyio import create_task_group, move_on_after, to_thread
@@ -240,11 +240,8 @@ def listed_adapters(models: object, root: Path | None) -> dict[str, str]:
     """
     cards = [card for card in models if isinstance(card, Mapping)] if isinstance(models, list) else []
     named = ((text_at(card, "id") or "", text_at(card, "root") or "") for card in cards if text_at(card, "parent"))
-    return {name: _below(root, path) for name, path in named if 0 < len(name) <= NAME_MAX}
-
-
-def _below(root: Path | None, path: str) -> str:
-    return path.removeprefix(f"{root.resolve()}/") if root is not None and PurePath(path).is_absolute() else path
+    prefix = f"{root.resolve()}/" if root is not None else ""
+    return {name: path.removeprefix(prefix) for name, path in named if 0 < len(name) <= NAME_MAX}
 
 
 async def at_once(*reads: Callable[[], Awaitable[Any]]) -> list[Any]:

@@ -107,6 +107,7 @@ def status_of(state: AgentState, clock: Clock | None = None) -> AgentStatus:
         since_ms=activity.since_ms if activity is not None else None,
         adapters_missing=lacked(state) if primary else (),
         adapters_left=still_read(state) if primary else (),
+        launch_label=engine.launch_label if state.joined and state.identity.syncs else None,
         faults=sum(state.faults.values()) if state.settings.game_day else None,
     )
 

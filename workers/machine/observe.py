@@ -54,8 +54,9 @@ def apply_observation(engine: EngineState, observation: Observation) -> EngineSt
     """
     if _other_instance(engine, observation):
         launch = apply_observation(EngineState(instance=observation.instance, memory=engine.memory), observation)
+        launch = _torn(launch) if launch.version or launch.label_changed else launch  # under whatever label
         for call in engine.unshown:
-            if observation.version is None or not isinstance(call, Load | Restore) or _loads_a_delta(call):
+            if observation.version is None or not isinstance(call, Load | Restore):
                 launch = _by_either_launch(launch, call, observation)
         return launch
     if engine.instance is None and observation.instance is not None:
@@ -142,7 +143,8 @@ def _with_label(engine: EngineState, observation: Observation) -> EngineState:
     if label is None:
         return replace(engine, version=version)
     if _is_unproven(engine, observation):
-        return replace(engine, label=label, stale_cache=engine.stale_cache or engine.label not in (None, label))
+        stale = engine.stale_cache or engine.label not in (None, label)
+        return replace(engine, label=label, launch_label=engine.launch_label or label, stale_cache=stale)
     pushed = engine.loaded is not None and isinstance(engine.loaded.source, Pushed)
     if label == engine.version_label or (pushed and engine.version_label is None):
         return replace(engine, label=label, version_label=label)
@@ -229,11 +231,11 @@ def apply_result(
     failure = contradiction(call, result, observation)
     after = apply_observation(called, observation)
     unproven = isinstance(call, Pause | Sleep) or (
-        isinstance(call, Load) and (failure is not None or observation.version is None or _loads_a_delta(call))
+        isinstance(call, Load) and (failure is not None or observation.version is None)
     )
     if unproven and _other_instance(engine, observation):
         after = _by_either_launch(after, call, observation)
-    if _discards(call):  # also if the engine was relaunched meanwhile
+    if isinstance(call, Sleep) and call.discard:  # also if the engine was relaunched meanwhile
         after = replace(after, torn=True)
     if failure is not None:
         torn = after.torn or isinstance(call, _LOADS)
@@ -446,11 +448,6 @@ def _by_either_launch(after: EngineState, call: Call, observation: Observation) 
     return replace(after, launched_from=None) if path and launched_from.endswith(f"/{path}") else after
 
 
-def _loads_a_delta(call: Call) -> bool:
-    """Whether a launch that was not known to hold the base holds other weights after the call, under their label."""
-    return isinstance(call, Load) and isinstance(call.source, Checkpoint) and bool(call.source.delta)
-
-
 def _torn(engine: EngineState) -> EngineState:
     """Return the engine with weights that are not trusted. The label that it has now proves nothing about them."""
     return replace(engine, torn=True, version_label=engine.label)
@@ -485,10 +482,6 @@ def _is_visible(call: Call, after: EngineState, observation: Observation) -> boo
             return holds and observation.digest == call.manifest.content
         case _:
             return False
-
-
-def _discards(call: Call) -> bool:
-    return isinstance(call, Sleep) and call.discard
 
 
 def _same_digest(engine: EngineState, observation: Observation) -> bool:

@@ -123,9 +123,12 @@ def _trouble_of_engine(state: AgentState) -> str:
         return f"{engine.name} is wedged: it runs requests and generates nothing"
     if engine.lost:
         return f"a call to {engine.name} was not answered, and what it did is not known; waits for its relaunch"
+    labelled = f"its engine holds weights labelled {engine.label!r}"
+    unknown = engine.label is not None and engine.label == engine.launch_label and engine.loaded is None
+    if unknown and state.identity.syncs and state.desired.sync is None:
+        return f"{labelled}, of which its agent has no record; waits for the next sync"
     if engine.torn and state.identity.syncs and state.desired.sync is None and not engine.asleep:
         return "the weights that its engine holds can't be trusted; waits for the next committed sync"
     if state.weights_changed:
-        origin = "of which its agent has no record" if engine.version_label is None else "which were not committed"
-        return f"its engine holds weights labelled {engine.label!r}, {origin}; waits for the next sync"
+        return f"{labelled}, which were not committed; waits for the next sync"
     return ""

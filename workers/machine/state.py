@@ -71,6 +71,7 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
         version: Version of the weights in the engine; 0 as launched.
         label: The engine's own label of its weights, as last observed; None if it reports none.
         version_label: The label that it had when `version` was established.
+        launch_label: The label that this launch had when it was first seen, if that is none of a launch.
         maybe_pushed: A trainer may have pushed weights since the last observation.
         digest: Digest of those weights, where the engine reports one.
         launched_from: Where the weights of the launch can be loaded from again; None if not known.
@@ -108,6 +109,7 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     version: Count = 0
     label: str | None = None
     version_label: str | None = None
+    launch_label: str | None = None
     maybe_pushed: bool = False
     digest: str | None = None
     launched_from: str | None = None

@@ -109,9 +109,9 @@ def adopt_pushed(engine: EngineState, desired: Desired, identity: Identity) -> E
         return engine
     if differs(engine.digest, pushed.manifest) or (desired.sync is None and _is_used_again(engine, pushed)):
         return engine
-    return replace(
-        engine, version=pushed.version, version_label=engine.label, loaded=pushed, torn=False, maybe_pushed=False
-    )
+    launched = engine.launch_label if engine.launch_label != engine.label else None
+    known = replace(engine, version=pushed.version, version_label=engine.label, launch_label=launched, loaded=pushed)
+    return replace(known, torn=False, maybe_pushed=False)
 
 
 def _is_used_again(engine: EngineState, pushed: Committed) -> bool:
