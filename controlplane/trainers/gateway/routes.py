@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from msgspec import Struct, ValidationError, convert
 
-from schemas.identity import AdapterName, InFlight
+from schemas.identity import REPLICAS_MAX, AdapterName, InFlight
 from schemas.profiler.conversion import shown
 
 Fields = Mapping[str, object]
@@ -51,10 +51,15 @@ class UpdatePost(Struct, frozen=True):
 
 
 class SyncPost(Struct, frozen=True):
-    """Bring the whole fleet to a checkpoint, and say what became of each worker."""
+    """Bring the whole fleet to a checkpoint, and say what became of each worker.
+
+    Attributes:
+        limits: Arguments of `ControlPlane.sync_weights`, in place of the gateway's.
+    """
 
     update: UpdatePost
     mode: InFlight
+    limits: Mapping[str, object] = {}
 
 
 class DeltaPost(Struct, frozen=True):
@@ -157,7 +162,16 @@ def _pause(fields: Fields, _: Sequence[str]) -> PausePost:
 
 
 def _sync(fields: Fields, roots: Sequence[str]) -> Meaning:
-    return SyncPost(_from_disk(fields, roots), _pause(fields, roots).mode)
+    limits: dict[str, object] = {}
+    if (quorum := fields.get("quorum")) is not None:
+        if type(quorum) is not int or not 0 < quorum < REPLICAS_MAX:
+            raise ValueError(f"quorum is {shown(quorum)}, and must be a number of replicas")
+        limits["quorum"] = quorum
+    if (absent := fields.get("absent")) is not None:
+        if absent not in ("skip", "wait"):
+            raise ValueError(f"absent is {shown(absent)}, and must be skip or wait")
+        limits["on_unreachable"] = absent
+    return SyncPost(_from_disk(fields, roots), _pause(fields, roots).mode, limits)
 
 
 def _update(fields: Fields, roots: Sequence[str]) -> Meaning:
