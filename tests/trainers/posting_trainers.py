@@ -198,6 +198,19 @@ class SkyRL:
         finally:
             await self._all("/resume")
 
+    async def send_in_four_phases(self, version: int, sync_dir: str) -> None:
+        """0.4.0: `SkyrlWeightSyncClient` of `weight_sync/control_plane.py`, as `delta/trainer.py` drives it."""
+        update = {"target_version": version, "version": version, "sync_dir": sync_dir, "uri": f"{sync_dir}/delta"}
+        await self._all("/fetch_weights", {"target_version": version, "sync_dir": sync_dir, "uri": update["uri"]})
+        await self._all("/pause?mode=keep&clear_cache=false")
+        try:
+            await self._all("/reset_prefix_cache", {"reset_running_requests": True})
+            await self._all("/start_weight_update")
+            await self._all("/update_weights", {"update_info": update})
+            await self._all("/finish_weight_update")
+        finally:
+            await self._all("/resume")
+
     async def load_lora_adapter(self, lora_name: str, lora_path: Path) -> None:
         await self._all("/skyrl/v1/load_lora_adapter", {"lora_name": lora_name, "lora_path": str(lora_path)})
 
@@ -293,6 +306,23 @@ class Miles(Slime):
                 assert HTTP.get(f"{url}/{path}", headers=headers).status_code == 200
             info = HTTP.get(f"{url}/get_server_info").raise_for_status().json()
             assert f"http://{info['host']}:{info['port']}" == url, info
+
+    def discover_external(self, gpus: int) -> None:
+        """29f1038a, `miles/ray/rollout/external_engine_provider.py`: `_discover_external_engine`, its assertions.
+
+        Then `server_cell.py` with `sglang_api_client.py` (`wait_server_healthy`), 01fe171c and 05265435.
+        """
+        assert len({*self._urls}) == len(self._urls)
+        found = 0
+        for url in self._urls:
+            address = httpx.URL(url)
+            assert address.host and address.port and address.path == "/"
+            info = HTTP.get(f"{url}/server_info", timeout=5).raise_for_status().json()
+            assert info.get("disaggregation_mode") not in ("prefill", "decode")
+            found += int(info["internal_states"][0]["world_size"])
+            for path in ("health_generate", "flush_cache"):
+                assert HTTP.get(f"{url}/{path}").status_code == 200
+        assert found == gpus
 
     def reload(self, directory: Path, weight_version: str) -> None:
         local = str(self._local)

@@ -28,7 +28,14 @@ def engine(request: HttpRequest) -> Reply:
             return 200, {"data": [{"id": MODEL}]}
         case "GET", "/server_info" | "/get_server_info":
             sizes = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "ep_size": 1}
-            return 200, {**sizes, "disaggregation_mode": "null", "host": "0.0.0.0", "port": 30000}
+            states = [{"world_size": 2}]  # SGLang 0.5.23: one for each rank of its data parallelism
+            return 200, {
+                **sizes,
+                "disaggregation_mode": "null",
+                "host": "0.0.0.0",
+                "port": 30000,
+                "internal_states": states,
+            }
         case "GET", "/get_world_size":
             return 200, {"world_size": 1}
         case "GET", "/health" | "/health_generate":
@@ -287,6 +294,18 @@ def test_skyrls_client_finds_what_its_own_servers_answer(fleet: GatewayFleet, se
         assert servers[1].requests[-1].path == path
 
 
+def test_skyrl_updates_in_four_phases(fleet: GatewayFleet, servers: list[HttpServer]) -> None:
+    trainer = SkyRL(fleet.urls, fleet.folder / "run" / "local")
+    asyncio.run(trainer.init_weight_update_communicator())
+    for version in (1, 2):
+        fleet.write("local/weights", version)
+        asyncio.run(trainer.send_in_four_phases(version, "s3://bucket/run"))
+        assert fleet.digests() == [digest_of(version)] * 2
+    assert fleet.syncs() == [("committed", (0, 1))] * 2 and fleet.operations() == []
+    drafter = HTTP.post(f"{fleet.urls[0]}/start_draft_weight_update")
+    assert drafter.status_code == 400 and "not the drafter" in drafter.json()["error"]["message"]
+
+
 def test_skyrl_over_nccl_is_refused_before_it_begins(fleet: GatewayFleet, servers: list[HttpServer]) -> None:
     init = {"init_info": {"master_address": "127.0.0.1", "master_port": 5000, "rank_offset": 1, "world_size": 3}}
     answer = HTTP.post(f"{fleet.urls[0]}/init_weight_transfer_engine", json=init)
@@ -332,6 +351,19 @@ def test_miles_pulls_on_its_engines_and_loads_the_local_checkpoint(
         trainer.reload(ports.folder / "deltas", str(version))
         assert ports.digests() == [digest_of(version)] * 2
     assert [request.path for request in servers[0].requests].count("/pull_weights") == 2
+
+
+def test_miles_finds_its_external_engines_by_the_gateways_ports(ports: GatewayFleet) -> None:
+    trainer = Miles(ports.addresses, ports.folder / "run" / "local")
+    trainer.discover_external(gpus=4)
+    ports.write("local", 3)  # the baseline, loaded again without a pause: `--check-weight-update-equal`
+    for url in ports.urls:
+        body = {"model_path": str(ports.folder / "run" / "local"), "weight_version": "0"}
+        assert HTTP.post(f"{url}/update_weights_from_disk", json=body).json()["success"]
+    assert ports.digests() == [digest_of(3)] * 2
+    assert HTTP.get(f"{ports.urls[0]}/model_info").json()["weight_version"] == "0"
+    others = HTTP.get(f"{ports.urls[0]}/parallelism_config", params={"rank": 0})
+    assert others.status_code == 400 and "NCCL" in others.json()["message"]
 
 
 def test_the_weights_checker_compares_what_engines_are_proven_to_hold(

@@ -1,10 +1,9 @@
 """What a trainer's request to an engine means. One table of routes, for vLLM's, SGLang's and the trainers' own. Pure.
 
-The routes, and who posts them, were read in the sources of prime-rl (559b44772), SkyRL (a9564572), slime (624b824a8),
-miles (31f1ca961) and AReaL (cbff54d64), those of adapters in SkyRL 0.4.0 and AReaL 1.0.4 too; docs/trainers has the
-order in which each posts them. A route that is in no
-table is refused, and so is a request that a command can't express. A refusal is a 400: prime-rl tries a 5xx again up to
-ten times, and passes over a 404 in silence (`src/prime_rl/utils/client.py`).
+The routes, and who posts them, were read in the sources of prime-rl (559b44772), SkyRL (a9564572, 0.4.0), slime
+(624b824a8), miles (31f1ca961, 29f1038a) and AReaL (cbff54d64, 1.0.4); docs/trainers has the order in which each posts
+them. A route that is in no table is refused, and so is a request that a command can't express. A refusal is a 400:
+prime-rl tries a 5xx again up to ten times, and passes over a 404 in silence (`src/prime_rl/utils/client.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -306,6 +305,7 @@ CONTROL: Final[Mapping[tuple[str, str], Reader | Plain]] = {
     **dict.fromkeys(_routes("GET /flush_cache"), Plain.FLUSH),
     **dict.fromkeys(_routes("POST /flush_cache /reset_prefix_cache"), Plain.FLUSH),
     **dict.fromkeys(_routes("POST /update_weights"), _update),
+    **dict.fromkeys(_routes("POST /start_weight_update /finish_weight_update"), Plain.PART),
     **dict.fromkeys(_routes("POST /update_weights_from_disk /areal_update_weights"), _from_disk),
     **dict.fromkeys(_routes("POST /init_weight_transfer_engine"), _transfer),
     **dict.fromkeys(_routes("POST /collective_rpc"), _rpc),
@@ -338,6 +338,7 @@ PASSED: Final = (
 
 _MEMORY: Final = "memory of an engine that shares its GPUs with a trainer is not given over the gateway"
 _GROUP: Final = "weights over NCCL go past the gateway. Let the trainer write checkpoints: docs/trainers says how"
+_DRAFTER: Final = "a sync loads the model, and not the drafter of its speculative decoding. Turn that off"
 _PROFILE: Final = (
     "a session is opened on the bus, by `rolloutctl profile start --step N --window 0 3`, and closed by `stop`"
 )
@@ -353,9 +354,10 @@ REFUSED: Final[Mapping[str, str]] = {
         _PROFILE: "POST /start_profile /stop_profile",
         _MEMORY: "POST /sleep /wake_up /release_memory_occupation /resume_memory_occupation",
         _GROUP: "POST /init_broadcaster /init_weights_update_group /destroy_weights_update_group /begin_weight_update "
-        "/end_weight_update /update_weights_from_tensor /update_weights_from_distributed /start_weight_update "
-        "/finish_weight_update /areal_init_weights_update_group /areal_set_update_weight_meta "
+        "/end_weight_update /update_weights_from_tensor /update_weights_from_distributed /parallelism_config "
+        "/get_remote_instance_transfer_engine_info /areal_init_weights_update_group /areal_set_update_weight_meta "
         "/areal_update_weights_xccl",
+        _DRAFTER: "POST /start_draft_weight_update",
         _ADAPTER_IN_MEMORY: "POST /load_lora_adapter_from_tensors /load_lora_adapter_from_distributed "
         "/areal_update_weights_lora /areal_set_update_weight_meta_lora /areal_update_weights_lora_xccl",
     }.items()
