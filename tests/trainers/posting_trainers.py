@@ -5,7 +5,7 @@ trainer waits between two attempts is left out, and its time-outs are arguments.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -24,6 +24,9 @@ class PrimeRL:
     `_admin_post`: a 5xx and a time-out are tried again up to ten times, a 4xx ends at once. `asyncio.gather` raises the
     first error, and the resume follows while other posts may still wait.
     """
+
+    more: Mapping[str, object] = {}
+    """Fields of an update."""
 
     def __init__(self, urls: Sequence[str], timeout_s: float = 30.0) -> None:
         self._urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
@@ -47,7 +50,7 @@ class PrimeRL:
                     marker = weight_dir / "NCCL_READY"
                     marker.parent.mkdir(parents=True, exist_ok=True)
                     marker.touch()
-                body = {"weight_dir": weight_dir.as_posix() if weight_dir is not None else None}
+                body = {"weight_dir": weight_dir.as_posix() if weight_dir is not None else None, **self.more}
                 await asyncio.gather(*[self._post(client, "/update_weights", json=body) for client in clients])
             finally:
                 await asyncio.gather(*[self._post(client, "/resume") for client in clients])
@@ -80,6 +83,22 @@ class PrimeRL:
                 self.attempts.append((path, type(error).__name__))
                 if attempt == 10:
                     raise
+
+
+class AdminPlane(PrimeRL):
+    """prime-rl's newer client, 009c0303, `src/prime_rl/orchestrator/clients.py`: `AdminPlane`, `load_lora_adapter`.
+
+    `initialize_nccl` passes over each status of a refusal in silence, and not only over a 404.
+    """
+
+    more: Mapping[str, object] = {"version_uid": None}
+
+    async def initialize_nccl(self, host: str, port: int, ranks: int) -> None:
+        async with self._clients() as clients:
+            for offset, client in enumerate(clients):
+                body = {"host": host, "port": port, "rank_offset": offset, "inference_world_size": ranks, "timeout": 60}
+                with suppress(httpx.HTTPStatusError):
+                    await self._post(client, "/init_broadcaster", json={**body, "quantize_in_weight_transfer": False})
 
 
 class DynamoAdmin:

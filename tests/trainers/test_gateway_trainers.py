@@ -14,7 +14,7 @@ import pytest
 from controlplane.trainers.gateway.service import Gateway
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
 from tests.trainers.gateway_fleet import GatewayFleet, digest_of, gateway_fleet, on_a_thread
-from tests.trainers.posting_trainers import HTTP, SMG, AReaL, DynamoAdmin, Miles, PrimeRL, SkyRL, Slime
+from tests.trainers.posting_trainers import HTTP, SMG, AdminPlane, AReaL, DynamoAdmin, Miles, PrimeRL, SkyRL, Slime
 from tests.waiting import until, wait_until
 
 MODEL = "policy"
@@ -72,8 +72,9 @@ def ports(tmp_path: Path, servers: list[HttpServer]) -> Iterator[GatewayFleet]:
 # --- prime-rl ---------------------------------------------------------------------------------------------------------
 
 
-def test_prime_rl_moves_the_fleet_step_by_step(fleet: GatewayFleet) -> None:
-    trainer = PrimeRL([f"{url}/v1" for url in fleet.urls])
+@pytest.mark.parametrize("client", [PrimeRL, AdminPlane])
+def test_prime_rl_moves_the_fleet_step_by_step(fleet: GatewayFleet, client: type[PrimeRL]) -> None:
+    trainer = client([f"{url}/v1" for url in fleet.urls])
     asyncio.run(trainer.wait_for_ready(MODEL))
     for step in (1, 2):
         asyncio.run(trainer.update_weights(fleet.write(f"step_{step}", step)))
@@ -111,7 +112,9 @@ def test_a_time_out_of_prime_rl_joins_the_sync_that_is_under_way(fleet: GatewayF
 
 
 def test_prime_rl_over_nccl_is_refused_with_what_to_set(fleet: GatewayFleet) -> None:
-    trainer = PrimeRL(fleet.urls)
+    trainer = AdminPlane(fleet.urls)
+    asyncio.run(trainer.initialize_nccl("host", 29500, 2))
+    assert trainer.attempts == [("/init_broadcaster", "400")] * 2
     with pytest.raises(httpx.HTTPStatusError):
         asyncio.run(trainer.update_weights(None))
     assert [status for path, status in trainer.attempts if path == "/update_weights"][0] == "400"

@@ -201,9 +201,9 @@ def test_the_time_to_wait_for_a_replica_begins_anew_with_each_answer(
 
     def slowly(request: HttpRequest) -> Reply:
         answer = servers[0].reply(request)
-        if request.verb == "POST":
-            clock[0] += 60
-            servers[0].replies = [] if clock[0] > 60 else [(503, {"error": PAUSED})]
+        if request.verb == "POST" and not clock[0]:
+            clock[0] = 60.0
+            servers[0].replies = [(503, {"error": PAUSED})]
         return answer
 
     servers[0].cut_off = 1
