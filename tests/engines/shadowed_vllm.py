@@ -1,6 +1,7 @@
 """A vLLM server with prime-rl's own routes behind vLLM's, as prime-rl's is made (559b44772, `custom_build_app` in
-src/prime_rl/inference/vllm/server.py). Three of them have paths of vLLM: /pause, /resume and /update_weights. Run by the interpreter of a real vLLM: its routers and its handler of
-refusals are the real ones, and the engine behind them writes down what it is asked to do.
+src/prime_rl/inference/vllm/server.py). Three of them have paths of vLLM: /pause, /resume and /update_weights. Run by
+the interpreter of a real vLLM: its routers and its handler of refusals are the real ones, and the engine behind them
+writes down what it is asked to do.
 
     python shadowed_vllm.py PORT
 """
