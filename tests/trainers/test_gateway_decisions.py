@@ -420,7 +420,7 @@ async def test_deltas_need_the_folder_that_the_trainer_names_at_its_start(tmp_pa
     async with trainer(tmp_path, 1) as one:
         ((status, message),) = await one.post(0, DeltaPost("1"))
         assert status == 409 and "Start the trainer again" in message
-        one.posts.note_transfer(TransferPost("local"))
+        one.posts.local = "local"
         ((status, message),) = await one.post(0, DeltaPost("1"))
         assert status == 200 and "no weight has changed" in message
         one.write("local", "patched")

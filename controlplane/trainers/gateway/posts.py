@@ -116,6 +116,9 @@ class Posts:
         root: Root of the checkpoints.
         moment_s: How long the first update waits for those of the other replicas.
         limits: Of each sync, as in `ControlPlane.sync_weights`: `timeout`, `quorum`, `on_unreachable`.
+
+    Attributes:
+        local: SkyRL's local checkpoint, once it is known.
     """
 
     def __init__(
@@ -128,7 +131,7 @@ class Posts:
         self._taken = set[str]()  # copies of adapters whose syncs have not ended
         self._paused: dict[int, InFlight] = {}  # replicas that the trainer paused since the last sync, and how
         self._synced = set[int]()  # replicas that were in a sync since the trainer last paused them
-        self._local = ""  # SkyRL's local checkpoint, once it is known
+        self.local = ""
         self._label, self._labelled = "", -1  # of the weights named last, and their version
         self._digests: dict[tuple[int, int], str] = {}  # of what replicas loaded for the newest commit, a version
         self._snapshots: dict[int, str] = {}  # likewise, when the trainer last asked for a snapshot
@@ -192,10 +195,6 @@ class Posts:
         ended = self._ended.get("")
         return answer, ended.report if ended is not None and ended.answer is answer else None
 
-    def note_transfer(self, meaning: routes.TransferPost) -> None:
-        """Note a post that the engine answers."""
-        self._local = meaning.path
-
     def label_of(self, replica: int) -> str:
         """Return the trainer's label of the weights that the replica serves; empty if they have none."""
         return self._label if self._plane.serving().get(replica) == self._labelled else ""
@@ -233,7 +232,7 @@ class Posts:
         return Asked(path, label, adapter, str(found))
 
     async def _delta(self, replica: int, label: str, is_disconnected: IsDisconnected) -> Answer:
-        local = self._local or self._committed_local()
+        local = self.local or self._committed_local()
         if not local:
             return 409, (
                 "this gateway has not seen /init_weight_transfer_engine, which names the local checkpoint, and the log "
@@ -320,13 +319,8 @@ class Posts:
 
     async def _sync_weights(self, current: UpdateSet) -> SyncReport:
         asked, limits = current.asked, {**self._limits, **current.limits}
-        sync = partial(
-            self._plane.sync_weights,
-            None,
-            Checkpoint(asked.path),
-            in_flight=max(self._paused.values(), key=STRENGTH.index, default="abort"),
-            **limits,
-        )
+        mode: InFlight = max(self._paused.values(), key=STRENGTH.index, default="abort")
+        sync = partial(self._plane.sync_weights, None, Checkpoint(asked.path), in_flight=mode, **limits)
         report = await self._after_others(sync, asked)
         if report.status == "committed":
             self._labelled, self._label = report.version, asked.label

@@ -161,15 +161,12 @@ def _pause(fields: Fields, _: Sequence[str]) -> PausePost:
 
 
 def _sync(fields: Fields, roots: Sequence[str]) -> Meaning:
-    limits: dict[str, object] = {}
-    if (quorum := fields.get("quorum")) is not None:
-        if type(quorum) is not int or not 0 < quorum < REPLICAS_MAX:
-            raise ValueError(f"quorum is {shown(quorum)}, and must be a number of replicas")
-        limits["quorum"] = quorum
-    if (absent := fields.get("absent")) is not None:
-        if absent not in ("skip", "wait"):
-            raise ValueError(f"absent is {shown(absent)}, and must be skip or wait")
-        limits["on_unreachable"] = absent
+    quorum, absent = fields.get("quorum"), fields.get("absent")
+    if quorum is not None and not (type(quorum) is int and 0 < quorum < REPLICAS_MAX):
+        raise ValueError(f"quorum is {shown(quorum)}, and must be a number of replicas")
+    if absent not in (None, "skip", "wait"):
+        raise ValueError(f"absent is {shown(absent)}, and must be skip or wait")
+    limits = {name: limit for name, limit in (("quorum", quorum), ("on_unreachable", absent)) if limit is not None}
     return SyncPost(_from_disk(fields, roots), _pause(fields, roots).mode, limits)
 
 
@@ -203,10 +200,6 @@ def _label(fields: Fields, name: str) -> str:
     if len(label) > LABEL_MAX or not label.isprintable():
         raise ValueError(f"{name} is {shown(given)}, and may be one line of {LABEL_MAX} characters")
     return label
-
-
-def _version(fields: Fields, _: Sequence[str]) -> Meaning:
-    return VersionPost(_label(fields, "new_version"))
 
 
 def _check(fields: Fields, _: Sequence[str]) -> Meaning:
@@ -246,10 +239,6 @@ def _load_adapter(fields: Fields, roots: Sequence[str]) -> Meaning:
     if not isinstance(named, str):
         raise ValueError(f"no lora_path names a directory; {_ADAPTER_IN_MEMORY}")
     return AdapterPost(_adapter_label(fields), relative_path(named, roots))
-
-
-def _drop_adapter(fields: Fields, _: Sequence[str]) -> Meaning:
-    return AdapterPost(_adapter_label(fields))
 
 
 def _adapter_label(fields: Fields) -> str:
@@ -309,12 +298,17 @@ CONTROL: Final[Mapping[tuple[str, str], Reader | Plain]] = {
     **dict.fromkeys(_routes("POST /update_weights_from_disk /areal_update_weights"), _from_disk),
     **dict.fromkeys(_routes("POST /init_weight_transfer_engine"), _transfer),
     **dict.fromkeys(_routes("POST /collective_rpc"), _rpc),
-    **dict.fromkeys(_routes("POST /update_weight_version"), _version),
+    **dict.fromkeys(
+        _routes("POST /update_weight_version"), lambda fields, _: VersionPost(_label(fields, "new_version"))
+    ),
     **dict.fromkeys(_routes("POST /weights_checker"), _check),
     **dict.fromkeys(
         _routes("POST /load_lora_adapter /v1/load_lora_adapter /skyrl/v1/load_lora_adapter"), _load_adapter
     ),
-    **dict.fromkeys(_routes("POST /unload_lora_adapter /v1/unload_lora_adapter"), _drop_adapter),
+    **dict.fromkeys(
+        _routes("POST /unload_lora_adapter /v1/unload_lora_adapter"),
+        lambda fields, _: AdapterPost(_adapter_label(fields)),
+    ),
     **dict.fromkeys(_routes("GET /health /health_generate"), Plain.HEALTH),
     **dict.fromkeys(_routes("GET /get_weight_version /model_info /get_model_info"), Plain.VERSION),
     **dict.fromkeys(_routes("GET /server_info /get_server_info"), Plain.INFO),

@@ -255,7 +255,7 @@ class Gateway:
             case routes.SyncPost():
                 return await self._sync(request, meaning)
             case routes.TransferPost():
-                self._posts.note_transfer(meaning)
+                self._posts.local = meaning.path
                 return self._pass_on(request, replica, path, body=body)
         status, message = await self._posts.answer(replica, meaning, request.is_disconnected)
         if status == 200 and path == "/collective_rpc":  # prime-rl compares the whole answer
