@@ -5,6 +5,7 @@ trainer waits between two attempts is left out, and its time-outs are arguments.
 """
 
 import asyncio
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
@@ -176,6 +177,33 @@ class SMG:
         response = HTTP.get(f"{self._base_url}/v1/rl/workers", headers={"accept": "application/json"})
         payload = response.raise_for_status().json()
         return [{name: worker[name] for name in self.FIELDS} for worker in payload["workers"]]
+
+
+class SlimRouter:
+    """SGLang's slim router (`experimental/sgl-router/src`) with `--worker-urls`, one after the other.
+
+    `discovery/static_urls.rs` (098972f2): no worker ever leaves. `workers/introspect.rs` (098e0c78): each is asked once
+    what it is. `health/circuit_breaker.rs` (082f7d82): three failures in a row and it is left out for a while; a 503 is
+    none of them, since a busy worker answers so.
+    """
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.failures = dict.fromkeys(urls, 0)
+        self.models: list[tuple[str, str]] = []
+        for url in urls:
+            info = HTTP.get(f"{url}/server_info", timeout=2).raise_for_status().json()
+            self.models.append((info["served_model_name"], info["disaggregation_mode"]))
+        self._turns = itertools.count()
+
+    def generate(self, body: object) -> httpx.Response:
+        admitted = [url for url, failed in self.failures.items() if failed < 3]
+        url = admitted[next(self._turns) % len(admitted)]
+        response = HTTP.post(f"{url}/generate", json=body)
+        if response.is_success:
+            self.failures[url] = 0
+        elif response.is_server_error and response.status_code != 503:
+            self.failures[url] += 1
+        return response
 
 
 class SkyRL:

@@ -14,7 +14,18 @@ import pytest
 from controlplane.trainers.gateway.service import Gateway
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
 from tests.trainers.gateway_fleet import GatewayFleet, digest_of, gateway_fleet, on_a_thread
-from tests.trainers.posting_trainers import HTTP, SMG, AdminPlane, AReaL, DynamoAdmin, Miles, PrimeRL, SkyRL, Slime
+from tests.trainers.posting_trainers import (
+    HTTP,
+    SMG,
+    AdminPlane,
+    AReaL,
+    DynamoAdmin,
+    Miles,
+    PrimeRL,
+    SkyRL,
+    Slime,
+    SlimRouter,
+)
 from tests.waiting import until, wait_until
 
 MODEL = "policy"
@@ -31,6 +42,7 @@ def engine(request: HttpRequest) -> Reply:
             states = [{"world_size": 2}]  # SGLang 0.5.23: one for each rank of its data parallelism
             return 200, {
                 **sizes,
+                "served_model_name": MODEL,
                 "disaggregation_mode": "null",
                 "host": "0.0.0.0",
                 "port": 30000,
@@ -442,6 +454,25 @@ def test_areal_tries_an_abort_again_and_then_ends(ports: GatewayFleet) -> None:
     statuses = [status for endpoint, status in trainer.attempts if endpoint == "/update_weights_from_disk"]
     assert statuses[:2] == [200, 200] and set(statuses[2:]) == {409}
     assert ports.generates_on() == [1, 1]
+
+
+# --- a router in between ----------------------------------------------------------------------------------------------
+
+
+def test_the_slim_router_shuns_no_replica_that_says_that_it_does_not_serve_now(
+    tmp_path: Path, servers: list[HttpServer]
+) -> None:
+    """It is tried again each time, and so it is there again as soon as it serves."""
+    with gateway_fleet(tmp_path, ports=True, engines=[server.url for server in servers]) as fleet:
+        router = SlimRouter(fleet.urls)
+        assert router.models == [(MODEL, "null")] * 2
+        fleet.stop_agent(1)
+        wait_until(lambda: HTTP.get(f"{fleet.urls[1]}/health").status_code == 503)
+        answers = [router.generate({}).status_code for _ in range(8)]
+        assert answers == [200, 503] * 4 and set(router.failures.values()) == {0}
+        fleet.start_agent(1)
+        wait_until(lambda: HTTP.get(f"{fleet.urls[1]}/health").status_code == 200)
+        assert [router.generate({}).status_code for _ in range(2)] == [200, 200]
 
 
 # --- one replica fails ------------------------------------------------------------------------------------------------
