@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import runpy
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from controlplane.trainers.gateway.service import Gateway
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
+from tests.environments import SKYRL, unpacked
 from tests.trainers.gateway_fleet import GatewayFleet, digest_of, gateway_fleet, on_a_thread
 from tests.trainers.posting_trainers import (
     HTTP,
@@ -319,6 +321,32 @@ def test_skyrl_updates_in_four_phases(fleet: GatewayFleet, servers: list[HttpSer
     assert fleet.syncs() == [("committed", (0, 1))] * 2 and fleet.operations() == []
     drafter = HTTP.post(f"{fleet.urls[0]}/start_draft_weight_update")
     assert drafter.status_code == 400 and "not the drafter" in drafter.json()["error"]["message"]
+
+
+@pytest.mark.trainer_clients
+@pytest.mark.timeout(300)
+def test_skyrls_own_client_updates_in_four_phases(fleet: GatewayFleet) -> None:
+    """0.4.0: `SkyrlWeightSyncClient`, from its package, as `weight_sync/delta/trainer.py` drives it."""
+    file = unpacked(SKYRL) / "skyrl/backends/skyrl_train/weight_sync/control_plane.py"
+    client = runpy.run_path(str(file))["SkyrlWeightSyncClient"](fleet.urls)
+    local = fleet.folder / "run" / "local"
+    client.init_weight_transfer_engine({"base_model_path": "base", "local_checkpoint_dir": str(local)})
+    for version in (1, 2):
+        fleet.write("local/weights", version)
+        client.fetch_weights(version, "s3://bucket/run")
+        client.pause_generation()
+        client.reset_prefix_cache(reset_running_requests=True)
+        client.start_weight_update()
+        client.update_weights({"target_version": version, "sync_dir": "s3://bucket/run"})
+        client.finish_weight_update()
+        client.resume_generation()
+        assert fleet.digests() == [digest_of(version)] * 2
+    with client.draft_session(), pytest.raises(RuntimeError, match="not the drafter"):
+        client.start_weight_update()
+    with pytest.raises(RuntimeError, match="weight_sync_backend=delta"):
+        client.init_weight_transfer_engine({"master_address": "127.0.0.1", "master_port": 1, "world_size": 3})
+    client.close()
+    assert fleet.syncs() == [("committed", (0, 1))] * 2 and fleet.operations() == []
 
 
 def test_skyrl_over_nccl_is_refused_before_it_begins(fleet: GatewayFleet, servers: list[HttpServer]) -> None:
