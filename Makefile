@@ -76,7 +76,7 @@ test-soak: $(VENV)/.ready
 # Real trainers, unmodified, each in an environment of its own. TRAINER_TESTS: more arguments for pytest.
 test-trainers: $(VENV)/.ready
 	$(BIN)/python -m pytest -m trainer_verl $(TRAINER_TESTS)
-	$(BIN)/python -m pytest -m trainer_trl $(TRAINER_TESTS)
+	$(BIN)/python -m pytest -m "trainer_trl or trainer_clients" $(TRAINER_TESTS)
 
 # Timelines, read by Perfetto's trace processor (16 MB, downloaded once). Needs node.
 test-perfetto: $(VENV)/.ready

@@ -45,6 +45,9 @@ VERL_NEEDS: Final = (ROOT / "tests" / "trainers" / "verl-requirements.txt").read
 TRL_NEEDS: Final = (ROOT / "tests" / "trainers" / "trl-requirements.txt").read_text().split()
 """TRL, likewise."""
 
+SKYRL: Final = "skyrl==0.4.0"
+"""Of which a module is run by itself."""
+
 RECIPES: Final = {
     "vllm": (TORCH, VLLM, *VLLM_WITHOUT),
     "sglang": (TORCH, SGLANG, *SGLANG_NEEDS, *SGLANG_NEEDS_ALONE),
@@ -116,6 +119,31 @@ def _requires(wheel: Path) -> list[str]:
 
 def _name(requirement: str) -> str:
     return re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower()
+
+
+def unpacked(requirement: str) -> Path:
+    """Return the folder of a package's files, without what it needs, for whatever Python. Downloads it if missing."""
+    place = CACHE / requirement.replace("==", "-")
+    with _locked(CACHE / f"{place.name}.lock"):
+        if not place.exists():
+            unfinished = place.with_name(f"{place.name}.partial")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            download = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "-qq",
+                "--no-deps",
+                "--ignore-requires-python",
+                "--dest",
+            ]
+            subprocess.run([*download, unfinished, requirement], check=True)
+            (wheel,) = unfinished.glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(unfinished)
+            unfinished.rename(place)
+    return place
 
 
 def own_metadata(folder: Path) -> Path:

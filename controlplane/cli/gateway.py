@@ -58,6 +58,12 @@ TOKEN_VARIABLE = "ROLLOUTCTL_GATEWAY_TOKEN"
     type=click.IntRange(1, REPLICAS_MAX),
     help="Replicas that must load an update.  [default: more than half of those that are there]",
 )
+@click.option(
+    "--absent",
+    type=click.Choice(["skip", "wait"]),
+    default="skip",
+    help="What an update does about engines that are known to be down, once the others meet the quorum.",
+)
 @metrics_port
 def gateway(
     address: str, log: Path, run: str | None, keys: Path | None, listen: str, insecure_bus: bool, **options: Any
@@ -102,6 +108,7 @@ def gateway(
             insecure=options["insecure"],
             timeout_s=options["timeout"],
             quorum=options["quorum"],
+            absent=options["absent"],
         )
         if options["metrics_port"] is not None:
             serve_bus_metrics(plane, options["metrics_port"])

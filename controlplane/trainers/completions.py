@@ -119,6 +119,7 @@ class CompletionsClient:
                     logger.warning("replica %d does not answer, its prompts go to others: %r", replica, answer)
                 else:
                     completions |= answer
+                    until = time.monotonic() + self._timeout
         return [completions[index] for index in range(len(prompts))]
 
     def _meet_all(self) -> None:

@@ -1,6 +1,7 @@
-"""A vLLM server with a second `/pause` behind vLLM's own, as prime-rl's is made (`app.include_router(router)` after
-`build_app`, prime_rl/inference/vllm/server.py). Run by the interpreter of a real vLLM: its routers and its handler of
-refusals are the real ones, and the engine behind them writes down what it is asked to do.
+"""A vLLM server with prime-rl's own routes behind vLLM's, as prime-rl's is made (559b44772, `custom_build_app` in
+src/prime_rl/inference/vllm/server.py). Three of them have paths of vLLM: /pause, /resume and /update_weights. Run by
+the interpreter of a real vLLM: its routers and its handler of refusals are the real ones, and the engine behind them
+writes down what it is asked to do.
 
     python shadowed_vllm.py PORT
 """
@@ -25,6 +26,9 @@ class Engine:
     async def pause_generation(self, **arguments: Any) -> None:
         self.pauses.append(arguments)
 
+    async def resume_generation(self) -> None:
+        self.pauses.append({"resumed": True})
+
     async def is_paused(self) -> bool:
         return bool(self.pauses)
 
@@ -44,7 +48,9 @@ def main() -> None:
     async def version() -> dict[str, str]:
         return {"version": "0.32.0"}
 
-    own.add_api_route("/pause", pause, methods=["POST"])
+    for path in ("/pause", "/resume", "/update_weights", "/load_lora_adapter", "/init_broadcaster"):
+        own.add_api_route(path, pause, methods=["POST"])
+    own.add_api_route("/liveness", pause)
     own.add_api_route("/pauses", pauses)
     own.add_api_route("/version", version)
     app.include_router(vllms)

@@ -13,7 +13,7 @@ import pytest
 from schemas.commands import Broadcast, ProfilePlan
 from schemas.desired import ProfileSession
 from schemas.errors import EngineError
-from schemas.events import Load, Pause, StartProfile, StopProfile
+from schemas.events import Load, Pause, Resume, StartProfile, StopProfile
 from schemas.identity import Identity, InFlight
 from schemas.safetensors.manifest import build_manifest
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
@@ -136,7 +136,7 @@ def shadowed(tmp_path: Path) -> Iterator[str]:
 @pytest.mark.engine_vllm
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("mode", ["wait", "keep"])
-async def test_prime_rls_second_pause_hides_nothing_of_the_real_vllms(
+async def test_prime_rls_own_routes_hide_nothing_of_the_real_vllms(
     tmp_path: Path, shadowed: str, mode: InFlight
 ) -> None:
     listed = read(f"{shadowed}/openapi.json")["paths"]["/pause"]["post"]
@@ -144,6 +144,8 @@ async def test_prime_rls_second_pause_hides_nothing_of_the_real_vllms(
     engine = vllm(shadowed, tmp_path)
     await engine.perform(Pause(mode), 5)
     assert read(f"{shadowed}/pauses") == [{"mode": mode, "clear_cache": False}]
+    await engine.perform(Resume(), 5)
+    assert read(f"{shadowed}/pauses")[1:] == [{"resumed": True}]
     await engine.close()
 
 

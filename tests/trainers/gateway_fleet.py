@@ -22,6 +22,7 @@ from schemas.events import EngineCall, Load, LoadAdapter, Observation, Returned
 from schemas.formatting import describe
 from schemas.identity import Digests, Identity
 from schemas.reports import Report, SyncReport
+from tests.engines.http_servers import HttpRequest, Reply
 from workers.agent import Agent
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
@@ -218,6 +219,39 @@ def gateway_fleet(
         open_.enter_context(on_a_thread(fleet.gateway.serve))
         yield fleet
     assert list(verify(RunLog.read(folder / "run.db"))) == []
+
+
+MODEL = "policy"
+"""What the engine servers call it."""
+
+
+def engine(request: HttpRequest) -> Reply:
+    """An engine server's routes that are passed on."""
+    match request.verb, request.path.partition("?")[0]:
+        case "GET", "/v1/models":
+            return 200, {"data": [{"id": MODEL}]}
+        case "GET", "/server_info" | "/get_server_info":
+            sizes = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "ep_size": 1}
+            states = [{"world_size": 2}]  # SGLang 0.5.23: one for each rank of its data parallelism
+            return 200, {
+                **sizes,
+                "served_model_name": MODEL,
+                "disaggregation_mode": "null",
+                "host": "0.0.0.0",
+                "port": 30000,
+                "internal_states": states,
+            }
+        case "GET", "/get_world_size":
+            return 200, {"world_size": 1}
+        case "GET", "/health" | "/health_generate":
+            return 200, b""
+        case "GET", "/model_info":
+            return 200, {"weight_version": "3", "model_path": "/m"}
+        case "POST", "/fetch_weights" | "/pull_weights" | "/init_weight_transfer_engine":
+            return 200, {"success": True, "status": "ok"}
+        case "POST", "/generate":
+            return 200, {"text": request.body.decode()}
+    return 404, {"detail": "Not Found"}
 
 
 def digest_of(seed: int) -> str:

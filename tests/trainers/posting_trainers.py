@@ -5,7 +5,8 @@ trainer waits between two attempts is left out, and its time-outs are arguments.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -24,6 +25,9 @@ class PrimeRL:
     `_admin_post`: a 5xx and a time-out are tried again up to ten times, a 4xx ends at once. `asyncio.gather` raises the
     first error, and the resume follows while other posts may still wait.
     """
+
+    more: Mapping[str, object] = {}
+    """Fields of an update."""
 
     def __init__(self, urls: Sequence[str], timeout_s: float = 30.0) -> None:
         self._urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
@@ -47,7 +51,7 @@ class PrimeRL:
                     marker = weight_dir / "NCCL_READY"
                     marker.parent.mkdir(parents=True, exist_ok=True)
                     marker.touch()
-                body = {"weight_dir": weight_dir.as_posix() if weight_dir is not None else None}
+                body = {"weight_dir": weight_dir.as_posix() if weight_dir is not None else None, **self.more}
                 await asyncio.gather(*[self._post(client, "/update_weights", json=body) for client in clients])
             finally:
                 await asyncio.gather(*[self._post(client, "/resume") for client in clients])
@@ -80,6 +84,22 @@ class PrimeRL:
                 self.attempts.append((path, type(error).__name__))
                 if attempt == 10:
                     raise
+
+
+class AdminPlane(PrimeRL):
+    """prime-rl's newer client, 009c0303, `src/prime_rl/orchestrator/clients.py`: `AdminPlane`, `load_lora_adapter`.
+
+    `initialize_nccl` passes over each status of a refusal in silence, and not only over a 404.
+    """
+
+    more: Mapping[str, object] = {"version_uid": None}
+
+    async def initialize_nccl(self, host: str, port: int, ranks: int) -> None:
+        async with self._clients() as clients:
+            for offset, client in enumerate(clients):
+                body = {"host": host, "port": port, "rank_offset": offset, "inference_world_size": ranks, "timeout": 60}
+                with suppress(httpx.HTTPStatusError):
+                    await self._post(client, "/init_broadcaster", json={**body, "quantize_in_weight_transfer": False})
 
 
 class DynamoAdmin:
@@ -159,6 +179,33 @@ class SMG:
         return [{name: worker[name] for name in self.FIELDS} for worker in payload["workers"]]
 
 
+class SlimRouter:
+    """SGLang's slim router (`experimental/sgl-router/src`) with `--worker-urls`, one after the other.
+
+    `discovery/static_urls.rs` (098972f2): no worker ever leaves. `workers/introspect.rs` (098e0c78): each is asked once
+    what it is. `health/circuit_breaker.rs` (082f7d82): three failures in a row and it is left out for a while; a 503 is
+    none of them, since a busy worker answers so.
+    """
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.failures = dict.fromkeys(urls, 0)
+        self.models: list[tuple[str, str]] = []
+        for url in urls:
+            info = HTTP.get(f"{url}/server_info", timeout=2).raise_for_status().json()
+            self.models.append((info["served_model_name"], info["disaggregation_mode"]))
+        self._turns = itertools.count()
+
+    def generate(self, body: object) -> httpx.Response:
+        admitted = [url for url, failed in self.failures.items() if failed < 3]
+        url = admitted[next(self._turns) % len(admitted)]
+        response = HTTP.post(f"{url}/generate", json=body)
+        if response.is_success:
+            self.failures[url] = 0
+        elif response.is_server_error and response.status_code != 503:
+            self.failures[url] += 1
+        return response
+
+
 class SkyRL:
     """SkyRL's delta transport, a9564572, `skyrl/backends/skyrl_train`.
 
@@ -195,6 +242,19 @@ class SkyRL:
             await self._all("/collective_rpc", start)
             await self._all("/update_weights", {"update_info": update})
             await self._all("/collective_rpc", {"method": "skyrl_finish_weight_update"})
+        finally:
+            await self._all("/resume")
+
+    async def send_in_four_phases(self, version: int, sync_dir: str) -> None:
+        """0.4.0: `SkyrlWeightSyncClient` of `weight_sync/control_plane.py`, as `delta/trainer.py` drives it."""
+        update = {"target_version": version, "version": version, "sync_dir": sync_dir, "uri": f"{sync_dir}/delta"}
+        await self._all("/fetch_weights", {"target_version": version, "sync_dir": sync_dir, "uri": update["uri"]})
+        await self._all("/pause?mode=keep&clear_cache=false")
+        try:
+            await self._all("/reset_prefix_cache", {"reset_running_requests": True})
+            await self._all("/start_weight_update")
+            await self._all("/update_weights", {"update_info": update})
+            await self._all("/finish_weight_update")
         finally:
             await self._all("/resume")
 
@@ -293,6 +353,23 @@ class Miles(Slime):
                 assert HTTP.get(f"{url}/{path}", headers=headers).status_code == 200
             info = HTTP.get(f"{url}/get_server_info").raise_for_status().json()
             assert f"http://{info['host']}:{info['port']}" == url, info
+
+    def discover_external(self, gpus: int) -> None:
+        """29f1038a, `miles/ray/rollout/external_engine_provider.py`: `_discover_external_engine`, its assertions.
+
+        Then `server_cell.py` with `sglang_api_client.py` (`wait_server_healthy`), 01fe171c and 05265435.
+        """
+        assert len({*self._urls}) == len(self._urls)
+        found = 0
+        for url in self._urls:
+            address = httpx.URL(url)
+            assert address.host and address.port and address.path == "/"
+            info = HTTP.get(f"{url}/server_info", timeout=5).raise_for_status().json()
+            assert info.get("disaggregation_mode") not in ("prefill", "decode")
+            found += int(info["internal_states"][0]["world_size"])
+            for path in ("health_generate", "flush_cache"):
+                assert HTTP.get(f"{url}/{path}").status_code == 200
+        assert found == gpus
 
     def reload(self, directory: Path, weight_version: str) -> None:
         local = str(self._local)

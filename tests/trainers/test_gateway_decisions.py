@@ -69,12 +69,19 @@ ROOTS = ("/data/run", "/mnt/disk/run")
         ),
         ("/collective_rpc", {"method": "skyrl_start_weight_update", "kwargs": {}}, Plain.PART),
         ("/collective_rpc", {"method": "skyrl_finish_weight_update"}, Plain.PART),
+        ("/start_weight_update", {}, Plain.PART),
+        ("/finish_weight_update", {"weight_version": "7"}, Plain.PART),
         ("/collective_rpc", {"method": "liveness_probe", "args": [], "kwargs": {}}, Plain.PART),
         ("/collective_rpc", {"method": "update_weights_from_path", "args": ["/data/run/step_5"]}, UpdatePost("step_5")),
         ("/update_weight_version", {"new_version": "7", "abort_all_requests": False}, VersionPost("7")),
         ("/weights_checker", {"action": "compare", "selector": "all"}, CheckPost("compare")),
         ("/v1/rl/syncs", {"model_path": "/data/run/w", "weight_version": 7}, SyncPost(UpdatePost("w", "7"), "abort")),
         ("/v1/rl/syncs", {"model_path": "/data/run/w", "mode": "keep"}, SyncPost(UpdatePost("w"), "keep")),
+        (
+            "/v1/rl/syncs",
+            {"model_path": "/data/run/w", "quorum": 2, "absent": "wait"},
+            SyncPost(UpdatePost("w"), "abort", {"quorum": 2, "on_unreachable": "wait"}),
+        ),
         ("/load_lora_adapter", {"lora_name": "r16-a32.0", "lora_path": "/data/run/a"}, AdapterPost("r16-a32.0", "a")),
         (
             "/v1/load_lora_adapter",
@@ -111,10 +118,18 @@ def test_a_post_means_one_thing(route: str, fields: dict[str, Any], meaning: rou
         ("/weights_checker", {"action": ["compare"]}, "must be snapshot"),
         ("/v1/rl/syncs", {"weight_version": "7"}, "no model_path"),
         ("/v1/rl/syncs", {"model_path": "/data/run/w", "mode": 7}, "abort, wait, keep"),
+        ("/v1/rl/syncs", {"model_path": "/data/run/w", "quorum": 0}, "quorum is 0"),
+        (
+            "/v1/rl/syncs",
+            {"model_path": "/data/run/w", "absent": "never"},
+            "absent is 'never', and must be skip or wait",
+        ),
         ("/pause", {"mode": "whatever"}, "abort, wait, keep"),
         ("/start_profile", {}, "rolloutctl profile start"),
         ("/update_weights_from_distributed", {}, "NCCL"),
         ("/init_broadcaster", {}, "NCCL"),
+        ("/start_draft_weight_update", {}, "not the drafter"),
+        ("/begin_weight_update", {"selector": "all"}, "NCCL"),
         ("/load_lora_adapter", {"lora_name": "a"}, "no lora_path names a directory"),
         ("/skyrl/v1/load_lora_adapter", {"lora_name": "a", "in_memory": True}, "lora.sync_mode=disk"),
         ("/load_lora_adapter", {"lora_name": "org/a", "lora_path": "/data/run/a"}, "must be up to 100 letters"),
@@ -187,6 +202,7 @@ class Plane:
         self.commands: list[tuple[str, list[int]]] = []
         self.has_committed = False
         self._ends, self._status = anyio.Event(), "committed"
+        self.limits: dict[str, Any] = {}
 
     def view(self) -> Any:
         joined = {f"{replica}.0": SimpleNamespace(joined=True) for replica in range(3)}
@@ -197,8 +213,9 @@ class Plane:
             has_committed=self.has_committed,
         )
 
-    def sync_weights(self, _: None, source: Checkpoint, *, in_flight: str, timeout: float, quorum: None) -> Any:
+    def sync_weights(self, _: None, source: Checkpoint, *, in_flight: str, **limits: Any) -> Any:
         self.asked.append((source.path, in_flight))
+        self.limits = limits
         return self._report()
 
     async def _report(self) -> SyncReport:
@@ -206,7 +223,7 @@ class Plane:
         self._ends, status = anyio.Event(), self._status
         return sync_report(*([REFUSED] if status == "aborted" else []), status=status, version=len(self.asked))
 
-    def sync_adapter(self, name: str, _: None, path: str, *, timeout: float, quorum: None) -> Any:
+    def sync_adapter(self, name: str, _: None, path: str, *, timeout: float) -> Any:
         self.asked.append((name, path.partition(".")[0]))
         return self._report()
 
@@ -229,7 +246,7 @@ class Trainer:
 
     def __init__(self, folder: Path, tasks: TaskGroup, replicas: int, moment_s: float) -> None:
         self.plane, self.folder, self.tasks = Plane(), folder, tasks
-        self.posts = Posts(self.plane, replicas, folder, 60.0, moment_s, None)  # type: ignore[arg-type]
+        self.posts = Posts(self.plane, replicas, folder, moment_s, {"timeout": 60.0})  # type: ignore[arg-type]
 
     def write(self, name: str, text: str) -> None:
         (self.folder / name).mkdir(exist_ok=True)
@@ -285,6 +302,22 @@ async def test_a_set_of_posts_is_one_sync_and_one_answer(tmp_path: Path) -> None
         assert first == second == late == []
         await one.end("aborted")
         assert first[0][0] == 409 and first == second == late and len(one.plane.asked) == 1
+
+
+async def test_a_request_for_the_fleet_may_have_limits_of_its_own_for_that_sync_alone(tmp_path: Path) -> None:
+    async with trainer(tmp_path) as one:
+
+        async def connected() -> bool:
+            return False
+
+        post = SyncPost(A, "keep", {"quorum": 1, "on_unreachable": "wait"})
+        one.tasks.start_soon(one.posts.sync, post, connected)
+        await settled()
+        assert one.plane.limits == {"timeout": 60.0, "quorum": 1, "on_unreachable": "wait"}
+        await one.end()
+        one.tasks.start_soon(one.posts.sync, SyncPost(B, "keep"), connected)
+        await settled()
+        assert one.plane.limits == {"timeout": 60.0}
 
 
 async def test_after_a_moment_the_whole_fleet_is_synced_even_if_one_was_not_asked(tmp_path: Path) -> None:
@@ -387,7 +420,7 @@ async def test_deltas_need_the_folder_that_the_trainer_names_at_its_start(tmp_pa
     async with trainer(tmp_path, 1) as one:
         ((status, message),) = await one.post(0, DeltaPost("1"))
         assert status == 409 and "Start the trainer again" in message
-        one.posts.note_transfer(TransferPost("local"))
+        one.posts.local = "local"
         ((status, message),) = await one.post(0, DeltaPost("1"))
         assert status == 200 and "no weight has changed" in message
         one.write("local", "patched")

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from controlplane.analysis.invariants import verify
 from controlplane.cli.gateway import gateway as command
+from controlplane.machine.events import OnUnreachable, SyncRequested
 from controlplane.plane import ControlPlane
 from controlplane.record.log import RunLog
 from controlplane.trainers.gateway import service
@@ -300,6 +301,18 @@ def test_an_update_waits_for_the_sync_of_an_operator_and_says_so(
         operators.wait().raise_unless_committed()
         assert asked.result().status_code == 200, asked.result().text
     assert fleet.digests() == [digest_of(1)] * 2
+
+
+@pytest.mark.parametrize("absent", ["skip", "wait"])
+def test_whether_an_update_waits_for_engines_that_are_down_is_an_option_of_the_gateway(
+    tmp_path: Path, absent: OnUnreachable
+) -> None:
+    with gateway_fleet(tmp_path, moment_s=0.05, quorum=1, absent=absent) as fleet:
+        body = {"model_path": str(fleet.write("v1", 1))}
+        assert HTTP.post(f"{fleet.urls[0]}/update_weights_from_disk", json=body, timeout=30).status_code == 200
+    entries = [entry for entry in RunLog.read(tmp_path / "run.db") if not entry.agent]
+    events = [entry.typed_event() for entry in entries]
+    assert [event.on_unreachable for event in events if isinstance(event, SyncRequested)] == [absent]
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+import runpy
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -12,61 +12,31 @@ import jsonschema
 import pytest
 
 from controlplane.trainers.gateway.service import Gateway
-from tests.engines.http_servers import HttpRequest, HttpServer, Reply
-from tests.trainers.gateway_fleet import GatewayFleet, digest_of, gateway_fleet, on_a_thread
-from tests.trainers.posting_trainers import HTTP, SMG, AReaL, DynamoAdmin, Miles, PrimeRL, SkyRL, Slime
+from tests.engines.http_servers import HttpServer
+from tests.environments import SKYRL, unpacked
+from tests.trainers.gateway_fleet import MODEL, GatewayFleet, digest_of, gateway_fleet, on_a_thread
+from tests.trainers.posting_trainers import (
+    HTTP,
+    SMG,
+    AdminPlane,
+    AReaL,
+    DynamoAdmin,
+    Miles,
+    PrimeRL,
+    SkyRL,
+    Slime,
+)
 from tests.waiting import until, wait_until
 
-MODEL = "policy"
 OPENAPI = json.loads(Path("docs/gateway-openapi.json").read_text())
-
-
-def engine(request: HttpRequest) -> Reply:
-    """An engine server's routes that are passed on."""
-    match request.verb, request.path.partition("?")[0]:
-        case "GET", "/v1/models":
-            return 200, {"data": [{"id": MODEL}]}
-        case "GET", "/server_info" | "/get_server_info":
-            sizes = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "ep_size": 1}
-            return 200, {**sizes, "disaggregation_mode": "null", "host": "0.0.0.0", "port": 30000}
-        case "GET", "/get_world_size":
-            return 200, {"world_size": 1}
-        case "GET", "/health" | "/health_generate":
-            return 200, b""
-        case "GET", "/model_info":
-            return 200, {"weight_version": "3", "model_path": "/m"}
-        case "POST", "/fetch_weights" | "/pull_weights" | "/init_weight_transfer_engine":
-            return 200, {"success": True, "status": "ok"}
-        case "POST", "/generate":
-            return 200, {"text": request.body.decode()}
-    return 404, {"detail": "Not Found"}
-
-
-@pytest.fixture
-def servers() -> Iterator[list[HttpServer]]:
-    with HttpServer(engine) as first, HttpServer(engine) as second:
-        yield [first, second]
-
-
-@pytest.fixture
-def fleet(tmp_path: Path, servers: list[HttpServer]) -> Iterator[GatewayFleet]:
-    """With a path for each replica."""
-    with gateway_fleet(tmp_path, engines=[server.url for server in servers]) as made:
-        yield made
-
-
-@pytest.fixture
-def ports(tmp_path: Path, servers: list[HttpServer]) -> Iterator[GatewayFleet]:
-    """With a port for each replica."""
-    with gateway_fleet(tmp_path, engines=[server.url for server in servers], ports=True) as made:
-        yield made
 
 
 # --- prime-rl ---------------------------------------------------------------------------------------------------------
 
 
-def test_prime_rl_moves_the_fleet_step_by_step(fleet: GatewayFleet) -> None:
-    trainer = PrimeRL([f"{url}/v1" for url in fleet.urls])
+@pytest.mark.parametrize("client", [PrimeRL, AdminPlane])
+def test_prime_rl_moves_the_fleet_step_by_step(fleet: GatewayFleet, client: type[PrimeRL]) -> None:
+    trainer = client([f"{url}/v1" for url in fleet.urls])
     asyncio.run(trainer.wait_for_ready(MODEL))
     for step in (1, 2):
         asyncio.run(trainer.update_weights(fleet.write(f"step_{step}", step)))
@@ -104,7 +74,9 @@ def test_a_time_out_of_prime_rl_joins_the_sync_that_is_under_way(fleet: GatewayF
 
 
 def test_prime_rl_over_nccl_is_refused_with_what_to_set(fleet: GatewayFleet) -> None:
-    trainer = PrimeRL(fleet.urls)
+    trainer = AdminPlane(fleet.urls)
+    asyncio.run(trainer.initialize_nccl("host", 29500, 2))
+    assert trainer.attempts == [("/init_broadcaster", "400")] * 2
     with pytest.raises(httpx.HTTPStatusError):
         asyncio.run(trainer.update_weights(None))
     assert [status for path, status in trainer.attempts if path == "/update_weights"][0] == "400"
@@ -287,6 +259,44 @@ def test_skyrls_client_finds_what_its_own_servers_answer(fleet: GatewayFleet, se
         assert servers[1].requests[-1].path == path
 
 
+def test_skyrl_updates_in_four_phases(fleet: GatewayFleet, servers: list[HttpServer]) -> None:
+    trainer = SkyRL(fleet.urls, fleet.folder / "run" / "local")
+    asyncio.run(trainer.init_weight_update_communicator())
+    for version in (1, 2):
+        fleet.write("local/weights", version)
+        asyncio.run(trainer.send_in_four_phases(version, "s3://bucket/run"))
+        assert fleet.digests() == [digest_of(version)] * 2
+    assert fleet.syncs() == [("committed", (0, 1))] * 2 and fleet.operations() == []
+    drafter = HTTP.post(f"{fleet.urls[0]}/start_draft_weight_update")
+    assert drafter.status_code == 400 and "not the drafter" in drafter.json()["error"]["message"]
+
+
+@pytest.mark.trainer_clients
+@pytest.mark.timeout(300)
+def test_skyrls_own_client_updates_in_four_phases(fleet: GatewayFleet) -> None:
+    """0.4.0: `SkyrlWeightSyncClient`, from its package, as `weight_sync/delta/trainer.py` drives it."""
+    file = unpacked(SKYRL) / "skyrl/backends/skyrl_train/weight_sync/control_plane.py"
+    client = runpy.run_path(str(file))["SkyrlWeightSyncClient"](fleet.urls)
+    local = fleet.folder / "run" / "local"
+    client.init_weight_transfer_engine({"base_model_path": "base", "local_checkpoint_dir": str(local)})
+    for version in (1, 2):
+        fleet.write("local/weights", version)
+        client.fetch_weights(version, "s3://bucket/run")
+        client.pause_generation()
+        client.reset_prefix_cache(reset_running_requests=True)
+        client.start_weight_update()
+        client.update_weights({"target_version": version, "sync_dir": "s3://bucket/run"})
+        client.finish_weight_update()
+        client.resume_generation()
+        assert fleet.digests() == [digest_of(version)] * 2
+    with client.draft_session(), pytest.raises(RuntimeError, match="not the drafter"):
+        client.start_weight_update()
+    with pytest.raises(RuntimeError, match="weight_sync_backend=delta"):
+        client.init_weight_transfer_engine({"master_address": "127.0.0.1", "master_port": 1, "world_size": 3})
+    client.close()
+    assert fleet.syncs() == [("committed", (0, 1))] * 2 and fleet.operations() == []
+
+
 def test_skyrl_over_nccl_is_refused_before_it_begins(fleet: GatewayFleet, servers: list[HttpServer]) -> None:
     init = {"init_info": {"master_address": "127.0.0.1", "master_port": 5000, "rank_offset": 1, "world_size": 3}}
     answer = HTTP.post(f"{fleet.urls[0]}/init_weight_transfer_engine", json=init)
@@ -332,6 +342,19 @@ def test_miles_pulls_on_its_engines_and_loads_the_local_checkpoint(
         trainer.reload(ports.folder / "deltas", str(version))
         assert ports.digests() == [digest_of(version)] * 2
     assert [request.path for request in servers[0].requests].count("/pull_weights") == 2
+
+
+def test_miles_finds_its_external_engines_by_the_gateways_ports(ports: GatewayFleet) -> None:
+    trainer = Miles(ports.addresses, ports.folder / "run" / "local")
+    trainer.discover_external(gpus=4)
+    ports.write("local", 3)  # the baseline, loaded again without a pause: `--check-weight-update-equal`
+    for url in ports.urls:
+        body = {"model_path": str(ports.folder / "run" / "local"), "weight_version": "0"}
+        assert HTTP.post(f"{url}/update_weights_from_disk", json=body).json()["success"]
+    assert ports.digests() == [digest_of(3)] * 2
+    assert HTTP.get(f"{ports.urls[0]}/model_info").json()["weight_version"] == "0"
+    others = HTTP.get(f"{ports.urls[0]}/parallelism_config", params={"rank": 0})
+    assert others.status_code == 400 and "NCCL" in others.json()["message"]
 
 
 def test_the_weights_checker_compares_what_engines_are_proven_to_hold(
@@ -407,152 +430,3 @@ def test_areal_tries_an_abort_again_and_then_ends(ports: GatewayFleet) -> None:
     statuses = [status for endpoint, status in trainer.attempts if endpoint == "/update_weights_from_disk"]
     assert statuses[:2] == [200, 200] and set(statuses[2:]) == {409}
     assert ports.generates_on() == [1, 1]
-
-
-# --- one replica fails ------------------------------------------------------------------------------------------------
-
-
-def test_a_replica_that_cannot_load_is_quarantined_and_the_trainer_goes_on(
-    tmp_path: Path, servers: list[HttpServer]
-) -> None:
-    roots = [tmp_path / "run", tmp_path / "run", tmp_path / "elsewhere"]
-    engines = [servers[0].url, servers[1].url, servers[1].url]
-    with gateway_fleet(tmp_path, replicas=3, engines=engines, roots=roots) as fleet:
-        trainer = PrimeRL(fleet.urls)
-        asyncio.run(trainer.update_weights(fleet.write("step_1", 1)))
-        assert fleet.syncs() == [("committed", (0, 1))]
-        assert {status for _, status in trainer.attempts} == {"200"}
-        wait_until(lambda: HTTP.get(f"{fleet.urls[2]}/health").status_code == 503)
-        assert "quarantined" in HTTP.get(f"{fleet.urls[2]}/health").json()["message"]
-        assert HTTP.post(f"{fleet.urls[2]}/generate", json={}).status_code == 503
-        assert HTTP.post(f"{fleet.urls[1]}/generate", json={}).status_code == 200
-
-
-def test_a_cause_that_passes_is_tried_again_and_one_that_lasts_is_not(
-    tmp_path: Path, servers: list[HttpServer]
-) -> None:
-    """An agent that restarts, while both replicas must load; then a checkpoint of another shape."""
-    with gateway_fleet(tmp_path, engines=[server.url for server in servers], quorum=2, moment_s=0.05) as fleet:
-        body = {"weight_dir": str(fleet.write("step_1", 1))}
-        fleet.stop_agent(1)
-        wait_until(lambda: HTTP.get(f"{fleet.urls[1]}/health").status_code == 503)
-        away = HTTP.post(f"{fleet.urls[0]}/update_weights", json=body)
-        assert away.status_code == 503 and int(away.headers["retry-after"]) > 0 and "1.0: missing (absent" in away.text
-        assert HTTP.get(f"{fleet.urls[1]}/health").headers["retry-after"] == away.headers["retry-after"]
-        fleet.start_agent(1)
-        wait_until(lambda: len(fleet.plane.serving()) == 2)
-        trainer = PrimeRL(fleet.urls)
-        asyncio.run(trainer.update_weights(fleet.folder / "run" / "step_1"))
-        assert fleet.syncs() == [("aborted", ()), ("committed", (0, 1))]
-
-        body = {"weight_dir": str(fleet.write("step_2", 2, hidden=32))}
-        lasts = HTTP.post(f"{fleet.urls[0]}/update_weights", json=body)
-        assert lasts.status_code == 409 and "retry-after" not in lasts.headers and "source_refused" in lasts.text
-
-
-def test_with_a_quorum_of_one_a_fleet_of_two_goes_on_with_the_replica_that_can_load(
-    tmp_path: Path, servers: list[HttpServer]
-) -> None:
-    roots = [tmp_path / "run", tmp_path / "elsewhere"]
-    engines = [server.url for server in servers]
-    with gateway_fleet(tmp_path, engines=engines, roots=roots, quorum=1) as fleet:
-        asyncio.run(PrimeRL(fleet.urls).update_weights(fleet.write("step_1", 1)))
-        assert fleet.syncs() == [("committed", (0,))]
-
-
-def test_a_replica_that_comes_back_after_its_checkpoint_was_removed_waits_for_the_next_update(
-    tmp_path: Path, servers: list[HttpServer]
-) -> None:
-    with gateway_fleet(tmp_path, replicas=3, ports=True, engines=[servers[0].url] * 3) as fleet:
-        trainer = Slime(fleet.addresses)
-        fleet.stop_agent(2)
-        trainer.reload(fleet.write("weight_v000001", 1), "1")  # and the files are removed
-        assert fleet.syncs() == [("committed", (0, 1))]
-        assert HTTP.get(f"{fleet.urls[2]}/health").status_code == 503
-        fleet.start_agent(2)
-        wait_until(lambda: "quarantined since v1" in HTTP.get(f"{fleet.urls[2]}/health").json()["message"])
-        assert HTTP.post(f"{fleet.urls[2]}/generate", json={}).status_code == 503
-
-        trainer.reload(fleet.write("weight_v000002", 2), "2")
-        assert fleet.syncs()[-1] == ("committed", (0, 1, 2)) and fleet.digests() == [digest_of(2)] * 3
-        assert HTTP.get(f"{fleet.urls[2]}/health").status_code == 200
-        assert HTTP.post(f"{fleet.urls[2]}/generate", json={}).status_code == 200
-
-
-def test_requests_go_where_agents_say_that_their_servers_are_until_the_replica_leaves(
-    tmp_path: Path, servers: list[HttpServer]
-) -> None:
-    with gateway_fleet(tmp_path, endpoints=[f"{servers[0].url}/", ""]) as fleet:
-        assert HTTP.post(f"{fleet.urls[0]}/generate", json={}).status_code == 200 and len(servers[0].requests) == 1
-        refused = HTTP.post(f"{fleet.urls[1]}/generate", json={})
-        assert refused.status_code == 400 and "start agents with `--url`" in refused.text
-        assert [HTTP.get(f"{url}/health").status_code for url in fleet.urls] == [200, 200]
-        assert fleet.plane.endpoints() == {0: servers[0].url}
-        fleet.plane.drain(0, grace=20).wait(timeout=60)
-        left = HTTP.post(f"{fleet.urls[0]}/generate", json={})
-        assert left.status_code == 503 and "it was retired" in left.text
-        workers = HTTP.get(f"{fleet.gateway.url}/workers").json()["workers"]
-        assert [worker["url"] for worker in workers] == [fleet.urls[1]] and fleet.plane.endpoints() == {}
-
-
-def test_a_replica_that_missed_updates_or_was_retired_gets_no_requests_and_is_in_no_list(
-    tmp_path: Path, servers: list[HttpServer]
-) -> None:
-    """Its agent is killed and its engine lives on, with the weights of two updates ago."""
-    with gateway_fleet(tmp_path, replicas=3, engines=[servers[0].url] * 3) as fleet:
-
-        def workers() -> list[str]:
-            return [worker["url"] for worker in HTTP.get(f"{fleet.gateway.url}/workers").json()["workers"]]
-
-        def asked() -> tuple[int, str]:
-            answer = HTTP.post(f"{fleet.urls[2]}/generate", json={})
-            return answer.status_code, answer.text
-
-        assert asked()[0] == 200 and workers() == fleet.urls
-        fleet.stop_agent(2)
-        wait_until(lambda: asked()[0] == 503)
-        trainer = PrimeRL(fleet.urls)
-        for step in (1, 2):
-            asyncio.run(trainer.update_weights(fleet.write(f"step_{step}", step)))
-        assert "its agent is left" in asked()[1] and workers() == fleet.urls[:2]
-        fleet.plane.retire(2).wait()
-        assert "it was retired" in asked()[1] and workers() == fleet.urls[:2]
-        assert HTTP.get(f"{fleet.urls[2]}/health").status_code == 503
-        assert HTTP.post(f"{fleet.urls[0]}/generate", json={}).status_code == 200
-
-
-def test_during_an_update_requests_go_on_to_the_engines_that_take_part(fleet: GatewayFleet) -> None:
-    trainer = PrimeRL(fleet.urls)
-    asyncio.run(trainer.update_weights(fleet.write("step_1", 1)))
-    for gated in fleet.engines:
-        gated.may_load.clear()
-
-    async def update() -> None:
-        updating = asyncio.create_task(trainer.update_weights(fleet.write("step_2", 2)))
-        await until(lambda: fleet.plane.serving() == {})  # paused
-        for url in fleet.urls:
-            answer = await asyncio.to_thread(HTTP.post, f"{url}/generate", json={})
-            assert answer.status_code == 200, answer.text
-        for gated in fleet.engines:
-            gated.may_load.set()
-        await updating
-
-    asyncio.run(update())
-
-
-def test_a_trainer_that_went_back_a_step_loads_what_it_wrote_to_the_same_path(fleet: GatewayFleet) -> None:
-    """Killed in an update, whose answer nothing reads; restarted a step earlier, it writes other weights there."""
-    for gated in fleet.engines:
-        gated.may_load.clear()
-    body = {"weight_dir": str(fleet.write("step_1", 1))}
-    for url in fleet.urls:
-        with pytest.raises(httpx.ReadTimeout):
-            HTTP.post(f"{url}/update_weights", json=body, timeout=0.2)
-    fleet.write("step_1", 2)
-    early = HTTP.post(f"{fleet.urls[0]}/update_weights", json=body)
-    assert early.status_code == 503 and "written again" in early.json()["message"]
-    for gated in fleet.engines:
-        gated.may_load.set()
-    wait_until(lambda: len(fleet.syncs()) == 1)
-    asyncio.run(PrimeRL(fleet.urls).update_weights(fleet.folder / "run" / "step_1"))
-    assert fleet.digests() == [digest_of(2)] * 2 and len(fleet.syncs()) == 2

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -174,6 +175,41 @@ def test_a_replica_that_failed_is_asked_again_if_it_is_the_only_one(servers: tup
     servers[0].replies = [None, None]
     assert len(client(servers[:1], {0: 1}).generate(PROMPTS, {})) == 6
     assert len(servers[0].asked) == 3
+
+
+PAUSED = {"message": "Generation is paused", "type": "ServiceUnavailableError", "param": None, "code": 503}
+"""A refusal of vLLM 0.33 while it is paused by `abort` or `wait`: its `RetryableRequestError` as an answer."""
+
+
+def test_a_server_that_refuses_requests_while_it_is_paused_is_asked_again_until_it_resumes(
+    servers: tuple[Server, Server],
+) -> None:
+    """A sync that pauses by `abort`: all servers refuse, and the plane has not heard of the pause yet."""
+    for server in servers:
+        server.replies = [(503, {"error": PAUSED})] * 3
+    rollouts = client(servers).generate(PROMPTS, {"max_tokens": 3})
+    assert [rollout.token_ids for rollout in rollouts] == [prompt * 3 for prompt in PROMPTS]
+    assert [len(server.asked) for server in servers] == [4, 4]
+
+
+def test_the_time_to_wait_for_a_replica_begins_anew_with_each_answer(
+    servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that takes as long as the timeout, and then a sync: what the sync cut off is still waited for."""
+    clock = [0.0]
+    monkeypatch.setattr(completions, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def slowly(request: HttpRequest) -> Reply:
+        answer = servers[0].reply(request)
+        if request.verb == "POST" and not clock[0]:
+            clock[0] = 60.0
+            servers[0].replies = [(503, {"error": PAUSED})]
+        return answer
+
+    servers[0].cut_off = 1
+    with HttpServer(slowly) as slow:
+        rollouts = client([slow], {0: 7}, timeout=30).generate(PROMPTS, {})
+    assert [rollout.token_ids for rollout in rollouts] == [prompt * 3 for prompt in PROMPTS]
 
 
 def test_what_an_abort_cut_off_is_asked_again(servers: tuple[Server, Server]) -> None:

@@ -169,6 +169,30 @@ def test_without_steps_nothing_is_profiled_and_the_configuration_is_as_it_was(ve
     assert trainer.config.actor_rollout_ref.rollout.profiler.tool_config.torch.discrete is False
 
 
+def test_hooks_of_an_update_run_once_it_is_committed_and_not_if_it_failed(verl: Any) -> None:
+    """`trainer.weight_update_hooks`, in no release yet: cf316dfc, verl/trainer/ppo/v1/trainer_sync.py, on_step_end.
+
+    verl calls them after `checkpoint_manager.update_weights`, which is the bus's here.
+    """
+    happened: list[str] = []
+
+    class Hooked(verl.PPOTrainerSync):  # type: ignore[misc]
+        def on_step_end(self) -> None:
+            self.checkpoint_manager.update_weights(7)
+            happened.append("hooks")
+
+    def fails(step: int) -> None:
+        raise RuntimeError("verl's own update failed")
+
+    trainer = type("Trainer", (door.RolloutctlTrainer, Hooked), {"mode": "sync"})(config())
+    trainer.checkpoint_manager = SimpleNamespace(update_weights=lambda step: happened.append(f"committed {step}"))
+    trainer.on_step_end()
+    trainer.checkpoint_manager = SimpleNamespace(update_weights=fails)
+    with pytest.raises(RuntimeError, match="own update"):
+        trainer.on_step_end()
+    assert happened == ["committed 7", "hooks"]
+
+
 def test_a_door_that_verl_does_not_have_is_named(verl: Any) -> None:
     del verl.PPOTrainer._start_rollout_profiling
     verl.package.__version__ = "0.12.0"

@@ -1,1 +1,0 @@
-"""The gateway: one base URL for each replica, for trainers that post to their engines."""

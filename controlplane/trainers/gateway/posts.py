@@ -22,7 +22,7 @@ asked of the control plane each time.
 """
 
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -90,6 +90,7 @@ class UpdateSet:
         complete: All of them were, or the set was refused.
         begun: The sync has begun.
         delivered: Replicas whose answer arrived.
+        limits: Those of the newest post, if it had some of its own.
     """
 
     def __init__(self, asked: Asked) -> None:
@@ -97,7 +98,7 @@ class UpdateSet:
         self.complete, self.begun = anyio.Event(), False
         self.ended, self.answer = anyio.Event(), (503, "the gateway ends")
         self.report: SyncReport | None = None
-        self.delivered = set[int]()
+        self.delivered, self.limits = set[int](), dict[str, Any]()
 
     def end(self, answer: Answer) -> None:
         """Answer all posts."""
@@ -113,23 +114,24 @@ class Posts:
         plane: The open control plane of the run.
         replicas: How many replicas there are.
         root: Root of the checkpoints.
-        timeout_s: For each phase of a sync.
         moment_s: How long the first update waits for those of the other replicas.
-        quorum: Of each sync, as in `ControlPlane.sync_weights`.
+        limits: Of each sync, as in `ControlPlane.sync_weights`: `timeout`, `quorum`, `on_unreachable`.
+
+    Attributes:
+        local: SkyRL's local checkpoint, once it is known.
     """
 
     def __init__(
-        self, plane: ControlPlane, replicas: int, root: Path, timeout_s: float, moment_s: float, quorum: int | None
+        self, plane: ControlPlane, replicas: int, root: Path, moment_s: float, limits: Mapping[str, Any]
     ) -> None:
         self._plane, self._replicas, self._root = plane, range(replicas), root
-        self._timeout_s, self._moment_s = timeout_s, moment_s
-        self._limits: dict[str, Any] = {"timeout": timeout_s, "quorum": quorum}
+        self._moment_s, self._limits, self._timeout_s = moment_s, limits, limits["timeout"]
         self._current: dict[str, UpdateSet] = {}  # by adapter
         self._ended: dict[str, UpdateSet] = {}  # the newest that has its report, likewise
         self._taken = set[str]()  # copies of adapters whose syncs have not ended
         self._paused: dict[int, InFlight] = {}  # replicas that the trainer paused since the last sync, and how
         self._synced = set[int]()  # replicas that were in a sync since the trainer last paused them
-        self._local = ""  # SkyRL's local checkpoint, once it is known
+        self.local = ""
         self._label, self._labelled = "", -1  # of the weights named last, and their version
         self._digests: dict[tuple[int, int], str] = {}  # of what replicas loaded for the newest commit, a version
         self._snapshots: dict[int, str] = {}  # likewise, when the trainer last asked for a snapshot
@@ -189,13 +191,9 @@ class Posts:
         """Sync as if all replicas had been asked. Returns the report too, if it came to one."""
         asked = await self._asked(post.update.path, post.update.label)
         self._paused = dict.fromkeys(self._replicas, post.mode)
-        answer = await self._update({*self._replicas}, asked, is_disconnected)
+        answer = await self._update({*self._replicas}, asked, is_disconnected, post.limits)
         ended = self._ended.get("")
         return answer, ended.report if ended is not None and ended.answer is answer else None
-
-    def note_transfer(self, meaning: routes.TransferPost) -> None:
-        """Note a post that the engine answers."""
-        self._local = meaning.path
 
     def label_of(self, replica: int) -> str:
         """Return the trainer's label of the weights that the replica serves; empty if they have none."""
@@ -234,7 +232,7 @@ class Posts:
         return Asked(path, label, adapter, str(found))
 
     async def _delta(self, replica: int, label: str, is_disconnected: IsDisconnected) -> Answer:
-        local = self._local or self._committed_local()
+        local = self.local or self._committed_local()
         if not local:
             return 409, (
                 "this gateway has not seen /init_weight_transfer_engine, which names the local checkpoint, and the log "
@@ -253,7 +251,9 @@ class Posts:
         source = None if committed is None else durable_source(committed.source)
         return source.path if source is not None and source.path.endswith(f"/{routes.LOCAL_WEIGHTS}") else ""
 
-    async def _update(self, replicas: set[int], asked: Asked, is_disconnected: IsDisconnected) -> Answer:
+    async def _update(
+        self, replicas: set[int], asked: Asked, is_disconnected: IsDisconnected, limits: Mapping[str, object] = {}
+    ) -> Answer:
         current, ended = self._current.get(asked.adapter), self._ended.get(asked.adapter)
         if current is None and ended is not None and ended.asked == asked and not replicas & ended.delivered:
             return await self._deliver(ended, replicas, is_disconnected)
@@ -263,6 +263,7 @@ class Posts:
         elif current.asked != asked and (current.begun or current.asked[:2] != asked[:2]):
             return self._conflict(current, replicas, asked)
         current.asked = asked
+        current.limits |= limits
         current.replicas |= replicas
         if len(current.replicas) == len(self._replicas):
             current.complete.set()
@@ -299,7 +300,7 @@ class Posts:
         try:
             await self._replicas_known()
             if asked.path:
-                report = await (self._sync_adapter(asked) if adapter else self._sync_weights(asked))
+                report = await (self._sync_adapter(asked) if adapter else self._sync_weights(current))
                 current.report, answer = report, (status_of_sync(report), str(report))
             else:
                 answer = 200, str(await self._plane.drop_adapter(adapter))
@@ -316,14 +317,10 @@ class Posts:
             self._paused.clear()
         current.end(answer)
 
-    async def _sync_weights(self, asked: Asked) -> SyncReport:
-        sync = partial(
-            self._plane.sync_weights,
-            None,
-            Checkpoint(asked.path),
-            in_flight=max(self._paused.values(), key=STRENGTH.index, default="abort"),
-            **self._limits,
-        )
+    async def _sync_weights(self, current: UpdateSet) -> SyncReport:
+        asked, limits = current.asked, {**self._limits, **current.limits}
+        mode: InFlight = max(self._paused.values(), key=STRENGTH.index, default="abort")
+        sync = partial(self._plane.sync_weights, None, Checkpoint(asked.path), in_flight=mode, **limits)
         report = await self._after_others(sync, asked)
         if report.status == "committed":
             self._labelled, self._label = report.version, asked.label

@@ -1,10 +1,9 @@
 """What a trainer's request to an engine means. One table of routes, for vLLM's, SGLang's and the trainers' own. Pure.
 
-The routes, and who posts them, were read in the sources of prime-rl (559b44772), SkyRL (a9564572), slime (624b824a8),
-miles (31f1ca961) and AReaL (cbff54d64), those of adapters in SkyRL 0.4.0 and AReaL 1.0.4 too; docs/trainers has the
-order in which each posts them. A route that is in no
-table is refused, and so is a request that a command can't express. A refusal is a 400: prime-rl tries a 5xx again up to
-ten times, and passes over a 404 in silence (`src/prime_rl/utils/client.py`).
+The routes, and who posts them, were read in the sources of prime-rl (559b44772), SkyRL (a9564572, 0.4.0), slime
+(624b824a8), miles (31f1ca961, 29f1038a) and AReaL (cbff54d64, 1.0.4); docs/trainers has the order in which each posts
+them. A route that is in no table is refused, and so is a request that a command can't express. A refusal is a 400:
+prime-rl tries a 5xx again up to ten times, and passes over a 404 in silence (`src/prime_rl/utils/client.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Final, Literal
 
 from msgspec import Struct, ValidationError, convert
 
-from schemas.identity import AdapterName, InFlight
+from schemas.identity import REPLICAS_MAX, AdapterName, InFlight
 from schemas.profiler.conversion import shown
 
 Fields = Mapping[str, object]
@@ -51,10 +50,15 @@ class UpdatePost(Struct, frozen=True):
 
 
 class SyncPost(Struct, frozen=True):
-    """Bring the whole fleet to a checkpoint, and say what became of each worker."""
+    """Bring the whole fleet to a checkpoint, and say what became of each worker.
+
+    Attributes:
+        limits: Arguments of `ControlPlane.sync_weights`, in place of the gateway's.
+    """
 
     update: UpdatePost
     mode: InFlight
+    limits: Mapping[str, object] = {}
 
 
 class DeltaPost(Struct, frozen=True):
@@ -157,7 +161,13 @@ def _pause(fields: Fields, _: Sequence[str]) -> PausePost:
 
 
 def _sync(fields: Fields, roots: Sequence[str]) -> Meaning:
-    return SyncPost(_from_disk(fields, roots), _pause(fields, roots).mode)
+    quorum, absent = fields.get("quorum"), fields.get("absent")
+    if quorum is not None and not (type(quorum) is int and 0 < quorum < REPLICAS_MAX):
+        raise ValueError(f"quorum is {shown(quorum)}, and must be a number of replicas")
+    if absent not in (None, "skip", "wait"):
+        raise ValueError(f"absent is {shown(absent)}, and must be skip or wait")
+    limits = {name: limit for name, limit in (("quorum", quorum), ("on_unreachable", absent)) if limit is not None}
+    return SyncPost(_from_disk(fields, roots), _pause(fields, roots).mode, limits)
 
 
 def _update(fields: Fields, roots: Sequence[str]) -> Meaning:
@@ -190,10 +200,6 @@ def _label(fields: Fields, name: str) -> str:
     if len(label) > LABEL_MAX or not label.isprintable():
         raise ValueError(f"{name} is {shown(given)}, and may be one line of {LABEL_MAX} characters")
     return label
-
-
-def _version(fields: Fields, _: Sequence[str]) -> Meaning:
-    return VersionPost(_label(fields, "new_version"))
 
 
 def _check(fields: Fields, _: Sequence[str]) -> Meaning:
@@ -233,10 +239,6 @@ def _load_adapter(fields: Fields, roots: Sequence[str]) -> Meaning:
     if not isinstance(named, str):
         raise ValueError(f"no lora_path names a directory; {_ADAPTER_IN_MEMORY}")
     return AdapterPost(_adapter_label(fields), relative_path(named, roots))
-
-
-def _drop_adapter(fields: Fields, _: Sequence[str]) -> Meaning:
-    return AdapterPost(_adapter_label(fields))
 
 
 def _adapter_label(fields: Fields) -> str:
@@ -292,15 +294,21 @@ CONTROL: Final[Mapping[tuple[str, str], Reader | Plain]] = {
     **dict.fromkeys(_routes("GET /flush_cache"), Plain.FLUSH),
     **dict.fromkeys(_routes("POST /flush_cache /reset_prefix_cache"), Plain.FLUSH),
     **dict.fromkeys(_routes("POST /update_weights"), _update),
+    **dict.fromkeys(_routes("POST /start_weight_update /finish_weight_update"), Plain.PART),
     **dict.fromkeys(_routes("POST /update_weights_from_disk /areal_update_weights"), _from_disk),
     **dict.fromkeys(_routes("POST /init_weight_transfer_engine"), _transfer),
     **dict.fromkeys(_routes("POST /collective_rpc"), _rpc),
-    **dict.fromkeys(_routes("POST /update_weight_version"), _version),
+    **dict.fromkeys(
+        _routes("POST /update_weight_version"), lambda fields, _: VersionPost(_label(fields, "new_version"))
+    ),
     **dict.fromkeys(_routes("POST /weights_checker"), _check),
     **dict.fromkeys(
         _routes("POST /load_lora_adapter /v1/load_lora_adapter /skyrl/v1/load_lora_adapter"), _load_adapter
     ),
-    **dict.fromkeys(_routes("POST /unload_lora_adapter /v1/unload_lora_adapter"), _drop_adapter),
+    **dict.fromkeys(
+        _routes("POST /unload_lora_adapter /v1/unload_lora_adapter"),
+        lambda fields, _: AdapterPost(_adapter_label(fields)),
+    ),
     **dict.fromkeys(_routes("GET /health /health_generate"), Plain.HEALTH),
     **dict.fromkeys(_routes("GET /get_weight_version /model_info /get_model_info"), Plain.VERSION),
     **dict.fromkeys(_routes("GET /server_info /get_server_info"), Plain.INFO),
@@ -324,6 +332,7 @@ PASSED: Final = (
 
 _MEMORY: Final = "memory of an engine that shares its GPUs with a trainer is not given over the gateway"
 _GROUP: Final = "weights over NCCL go past the gateway. Let the trainer write checkpoints: docs/trainers says how"
+_DRAFTER: Final = "a sync loads the model, and not the drafter of its speculative decoding. Turn that off"
 _PROFILE: Final = (
     "a session is opened on the bus, by `rolloutctl profile start --step N --window 0 3`, and closed by `stop`"
 )
@@ -339,9 +348,10 @@ REFUSED: Final[Mapping[str, str]] = {
         _PROFILE: "POST /start_profile /stop_profile",
         _MEMORY: "POST /sleep /wake_up /release_memory_occupation /resume_memory_occupation",
         _GROUP: "POST /init_broadcaster /init_weights_update_group /destroy_weights_update_group /begin_weight_update "
-        "/end_weight_update /update_weights_from_tensor /update_weights_from_distributed /start_weight_update "
-        "/finish_weight_update /areal_init_weights_update_group /areal_set_update_weight_meta "
+        "/end_weight_update /update_weights_from_tensor /update_weights_from_distributed /parallelism_config "
+        "/get_remote_instance_transfer_engine_info /areal_init_weights_update_group /areal_set_update_weight_meta "
         "/areal_update_weights_xccl",
+        _DRAFTER: "POST /start_draft_weight_update",
         _ADAPTER_IN_MEMORY: "POST /load_lora_adapter_from_tensors /load_lora_adapter_from_distributed "
         "/areal_update_weights_lora /areal_set_update_weight_meta_lora /areal_update_weights_lora_xccl",
     }.items()

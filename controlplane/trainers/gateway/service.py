@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from controlplane.bus.binding import warn_in_red
+from controlplane.machine.events import OnUnreachable
 from controlplane.plane import ControlPlane
 from controlplane.trainers.gateway import discovery, routes
 from controlplane.trainers.gateway.adapters import replica_that_holds, with_engine_names
@@ -75,6 +76,7 @@ class Gateway:
         timeout_s: For each phase of a sync.
         moment_s: How long the first update waits for those of the other replicas.
         quorum: Of each sync, as in `ControlPlane.sync_weights`.
+        absent: Likewise: `on_unreachable`.
 
     Raises:
         ConfigError: A value is wrong, or other machines could command the engines.
@@ -96,6 +98,7 @@ class Gateway:
         timeout_s: float = 300.0,
         moment_s: float = MOMENT_S,
         quorum: int | None = None,
+        absent: OnUnreachable = "skip",
     ) -> None:
         if engines and len(engines) != replicas:
             raise ConfigError(f"{len(engines)} engines are named, and there are {replicas} replicas: name one for each")
@@ -113,7 +116,8 @@ class Gateway:
         self._roots = tuple(dict.fromkeys((str(self._root), str(self._root.resolve()))))
         self._engines, self._engine_key = [url.rstrip("/") for url in engines], engine_key
         self._token = token
-        self._posts = Posts(plane, replicas, self._root, timeout_s, moment_s, quorum)
+        limits = {"timeout": timeout_s, "quorum": quorum, "on_unreachable": absent}
+        self._posts = Posts(plane, replicas, self._root, moment_s, limits)
         more = range(1, replicas + 1 if ports else 1)
         self._sockets = _listen(host, [port, *(port + number if port else 0 for number in more)])
         listening.update(sock.getsockname()[1] for sock in self._sockets)  # until the process ends
@@ -251,7 +255,7 @@ class Gateway:
             case routes.SyncPost():
                 return await self._sync(request, meaning)
             case routes.TransferPost():
-                self._posts.note_transfer(meaning)
+                self._posts.local = meaning.path
                 return self._pass_on(request, replica, path, body=body)
         status, message = await self._posts.answer(replica, meaning, request.is_disconnected)
         if status == 200 and path == "/collective_rpc":  # prime-rl compares the whole answer

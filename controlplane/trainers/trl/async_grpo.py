@@ -18,8 +18,7 @@ from controlplane.trainers.checkpoints import CheckpointSync
 from controlplane.trainers.completions import NewestAdapter, Rollout, again_and_again
 from controlplane.trainers.gate import Gate, GatedQueue, GatedRollouts
 from controlplane.trainers.trl.adapters import ADAPTER, active_of, adapter_of, newest_of, save_adapter
-from controlplane.trainers.trl.prompts import prompt_ids, sampling
-from controlplane.trainers.trl.steps import BusSteps
+from controlplane.trainers.trl.steps import BusSteps, prompt_ids, sampling
 from schemas.errors import ConfigError, EngineError
 from schemas.identity import InFlight
 from schemas.reports import SyncReport

@@ -14,8 +14,7 @@ from controlplane.trainers.checkpoints import CheckpointSync
 from controlplane.trainers.completions import Rollout
 from controlplane.trainers.gate import Gate, GatedRollouts
 from controlplane.trainers.trl.adapters import adapter_of, newest_of, save_adapter
-from controlplane.trainers.trl.prompts import prompt_ids, sampling
-from controlplane.trainers.trl.steps import BusSteps, warn_of_unseen
+from controlplane.trainers.trl.steps import BusSteps, prompt_ids, sampling, warn_of_unseen
 from schemas.errors import ConfigError, EngineError
 from schemas.reports import SyncReport
 

@@ -1,4 +1,4 @@
-"""The steps of a TRL trainer, of whatever kind."""
+"""What TRL trainers of whatever kind have in common: their steps, and what their configuration asks of an engine."""
 
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
@@ -50,3 +50,27 @@ class BusSteps(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._stage.close()
+
+
+def prompt_ids(prompt: Any, tokenizer: Any, args: Any) -> list[int]:
+    """Token ids of a prompt: of a plain string, or of messages by the tokenizer's chat template."""
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    templated = tokenizer.apply_chat_template(
+        prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **(args.chat_template_kwargs or {})
+    )
+    return list(templated["input_ids"])
+
+
+def sampling(args: Any) -> dict[str, Any]:
+    """The fields of a request that TRL's configuration asks for."""
+    fields = {
+        "max_tokens": args.max_completion_length,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "min_p": args.min_p,
+        "repetition_penalty": args.repetition_penalty,
+    }
+    chosen = {name: value for name, value in fields.items() if value is not None}
+    return chosen | (getattr(args, "generation_kwargs", None) or {})

@@ -75,14 +75,10 @@ def register(verl_trainers: Any) -> None:
         try:
             verl_trainers.register_trainer(PREFIX + mode)(cls)
         except ValueError as error:  # the name is taken
-            _log_taken(mode, error)
+            from schemas.logs import logger_of
 
-
-def _log_taken(mode: str, error: ValueError) -> None:
-    from schemas.logs import logger_of
-
-    text = "trainer.v1.trainer_mode=%s%s is another's plugin, and not rolloutctl: %s"
-    logger_of("verl").error(text, PREFIX, mode, error)
+            text = "trainer.v1.trainer_mode=%s%s is another's plugin, and not rolloutctl: %s"
+            logger_of("verl").error(text, PREFIX, mode, error)
 
 
 def _raising(mode: str, cause: Exception) -> Any:

@@ -213,14 +213,8 @@ class VerlRun:
         """Ask for a sync of weights that verl pushes; None if that can't be done."""
         settings = self._settings
         try:
-            return self._plane.sync_weights(
-                None,
-                Pushed(label),
-                send=send,
-                replicas=ranks,
-                quorum=settings.quorum,
-                timeout=settings.timeout,
-            )
+            limits: Any = {"quorum": settings.quorum, "timeout": settings.timeout}
+            return self._plane.sync_weights(None, Pushed(label), send=send, replicas=ranks, **limits)
         except RolloutctlError as error:
             logger.error("the weights of step %s have no sync: %s", label, error)
             return None
