@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 from schemas.commands import Finish, Npu, ProfilePlan, Schedule, TorchMemory, Window
 from schemas.profiler.config import ProfilerConfig
 from schemas.profiler.readers import ConfigWarning
-from schemas.profiler.verl_keys import NpuContent, ToolName, TorchContent
+from schemas.profiler.settings import TOOLS
+from schemas.profiler.verl_keys import NpuContent, TorchContent
 from tests.unit.verl_trees import ROLLOUT, TORCH, actor, critic, error_of, plan, read, rollout, warnings_of
 
 CONFIGS = Path(__file__).parents[1] / "configs"
