@@ -123,7 +123,8 @@ class Sampler:
     def judge(self, slot: Slot, rollout: Rollout) -> None:
         """Ask the gate for a sample, and judge what it says."""
         bus = self.world.bus
-        if bus is None or not bus.alive or self.has_come_true(bus, slot, rollout):
+        of_launch = {label for label, weights, _ in rollout.made if weights == LAUNCHED}
+        if bus is None or not bus.alive or has_come_true(bus, slot, of_launch):
             return
         (sample,) = FleetView(bus.state).provenance(rollout.answer(), replica=slot.identity.replica)
         self.mixed += sample.mixed
@@ -133,11 +134,13 @@ class Sampler:
         else:
             self.refused += 1
 
-    def has_come_true(self, bus: Bus, slot: Slot, rollout: Rollout) -> bool:
-        """Whether the label of a launch is one that the replica has had from a sync since: nothing tells them apart."""
-        of_launch = {label for label, weights, _ in rollout.made if weights == LAUNCHED}
-        held = {known.weights for known in bus.state.loaded if slot.identity.replica in known.holders}
-        return not of_launch.isdisjoint(map(label_of, held))
+
+def has_come_true(bus: Bus, slot: Slot, of_launch: set[str]) -> bool:
+    """Whether a label that an engine was launched with is one that its replica has had from a sync: nothing tells them
+    apart (`docs/versions.md`).
+    """
+    held = {known.weights for known in bus.state.loaded if slot.identity.replica in known.holders}
+    return not of_launch.isdisjoint(map(label_of, held))
 
 
 def wrong(bus: Bus, slot: Slot, rollout: Rollout, sample: Provenance) -> str:

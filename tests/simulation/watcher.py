@@ -25,6 +25,7 @@ from schemas.reports import FleetStatus
 from schemas.wire import Retire, StatusRequest, Upward
 from tests.simulation import leaving, model, serving, verdicts
 from tests.simulation.engine import LAUNCHED, Engine, weights_of, weights_to_serve
+from tests.simulation.samples import has_come_true
 from workers.link.heartbeat import status_of
 
 if TYPE_CHECKING:
@@ -78,11 +79,7 @@ def _status(bus: Bus) -> Iterator[str]:
         if source is not None and source.path not in view.needed_checkpoints:
             yield f"replicas may load {source}, and needed are {view.needed_checkpoints}"
     for replica, version in view.serving.items():
-        told, desired = _told(bus, f"{replica}.0"), bus.state.desired.get(replica, bus.state.default_desired)
-        fallback = desired.fallback
-        taken = fallback is not None and told is not None and told[2].weights == weights_of(fallback.source)
-        if fallback is not None and taken and version != fallback.version:
-            yield f"replica {replica} serves v{fallback.version}, and is said to serve v{version}"
+        told = _told(bus, f"{replica}.0")
         if told is not None and _stands_still(told[1], told[2]):
             yield f"replica {replica} is paused, and is said to serve v{version}"
 
@@ -333,7 +330,9 @@ def _made(
         yield f"v{span.version} is {span.staleness} versions behind v{newest}"
     sources = [commit.source for commit in commits if commit.version == span.version]
     held = engine.weights
-    if span.proof == "proven" and not any(source is not None and weights_of(source) == held for source in sources):
+    launched = {engine.label or ""} if held == LAUNCHED else set[str]()
+    made_by = any(source is not None and weights_of(source) == held for source in sources)
+    if span.proof == "proven" and not (made_by or has_come_true(bus, slot, launched)):
         yield f"{slot.name} is proven to answer with v{span.version}, and has {held}"
     if span.proof == "launch" and (commits or engine.label != LAUNCH_LABEL):
         yield f"{slot.name} is said to answer with the weights of its launch, {held}, committed is v{newest}"
