@@ -166,8 +166,8 @@ def _runs_after(conclusion: Conclusion, member: Member) -> bool:
 
 
 def _is_out_after(command: WeightSync, member: Member, desired: Desired) -> bool:
-    """Whether a replica that carried out this end of a sync is in quarantine nevertheless, or has torn weights. An abort
-    leaves those, and the quarantine of another sync, as they were; the next heartbeat may say otherwise.
+    """Whether a replica that carried out this end of a sync is in quarantine nevertheless, or has torn weights. These,
+    and the quarantine of another sync, an abort leaves as they were; the next heartbeat may say otherwise.
     """
     if desired.quarantined or member.hello.identity.replica in command.quarantine:
         return True
