@@ -26,7 +26,7 @@ class Reason(StrEnum):
     NOT_PROFILING = "not_profiling"
     MODE_NEVER_SYNCS = "mode_never_syncs"
     STALE_VERSION = "stale_version"
-    QUARANTINED = "quarantined"  # the commit quarantines this replica, which is paused already
+    QUARANTINED = "quarantined"  # the commit quarantines this replica, or the abort leaves it so; it is paused already
     ALREADY = "already"
 
 

@@ -3,14 +3,14 @@
 A version stands for the same bytes for ever, and no two versions have one path: engines may read the files again.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from msgspec.structs import replace
 
 from controlplane.machine.coordinator_state import CoordinatorState, KnownAdapter, Member, Sync, UsedAdapter
-from controlplane.machine.replicas import is_primary, proven_replicas, syncing_replicas
-from schemas.commands import AdapterDrop, AdapterSync, AdapterVersion, Checkpoint, Command, EngineCommand, Target
+from controlplane.machine.replicas import is_primary, proven_replicas
+from schemas.commands import AdapterDrop, AdapterSync, AdapterVersion, Checkpoint, Command, EngineCommand
 from schemas.reports import AdapterStatus
 from schemas.wire import encode
 
@@ -133,7 +133,8 @@ def with_committed(state: CoordinatorState, adapter: AdapterVersion) -> Coordina
     """
     known = state.adapters.get(adapter.name, _NONE)
     used = (replace(entry, committed=True) if entry.adapter == adapter else entry for entry in known.used)
-    return _with(state, adapter.name, replace(known, used=tuple(used)))
+    newest = max(known.newest_committed, adapter.version)
+    return _with(state, adapter.name, replace(known, used=tuple(used), newest_committed=newest))
 
 
 def with_wanted(state: CoordinatorState, command: Command) -> CoordinatorState:
@@ -259,18 +260,11 @@ def _decided(member: Member) -> int:
 
 
 def _may_be_read(state: CoordinatorState, entry: UsedAdapter) -> bool:
+    """Also by replicas that leave, until they are retired."""
     if not entry.dropped_seq:
         return True
-    return any(not _has_unloaded(member, entry) for member in _primaries(state))
-
-
-def _primaries(state: CoordinatorState) -> Iterable[Member]:
-    replicas = syncing_replicas(state, Target())
-    return (
-        member
-        for member in state.members.values()
-        if is_primary(member) and member.joined and member.hello.identity.replica in replicas
-    )
+    primaries = (member for member in state.members.values() if is_primary(member) and member.joined)
+    return any(member.hello.identity.syncs and not _has_unloaded(member, entry) for member in primaries)
 
 
 def _has_unloaded(member: Member, entry: UsedAdapter) -> bool:

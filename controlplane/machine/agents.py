@@ -30,6 +30,7 @@ from controlplane.machine.coordinator_state import (
 )
 from controlplane.machine.provenance import with_holders
 from controlplane.machine.publishing import send_missing
+from controlplane.machine.replicas import identities
 from schemas.desired import Adapter, Desired
 from schemas.formatting import agent_order, format_agents, format_list
 from schemas.identity import ROLLOUT, Identity, RolloutMode, replica_and_node
@@ -306,6 +307,10 @@ def retire(state: CoordinatorState, agents: frozenset[str], ticket: int | None, 
     members = {name: member for name, member in state.members.items() if name not in gone}
     gone_units = {member.hello.identity.unit for member in gone.values()}
     gone_units -= {member.hello.identity.unit for member in members.values() if member.joined}
+    left = identities(
+        replace(state, members=members)
+    )  # one whose new first node syncs, or no more, begins anew as well
+    gone_units |= {unit for unit, place in identities(state).items() if left.get(unit, place).syncs != place.syncs}
     effects.append(events.Retired(ticket=ticket, agents=tuple(sorted(agents, key=agent_order))))
     for name, member in gone.items():
         if member.state in ALIVE:

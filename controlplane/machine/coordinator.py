@@ -41,7 +41,7 @@ from controlplane.machine.coordinator_state import (
 from controlplane.machine.provenance import with_counted, with_holders
 from controlplane.machine.publishing import oversize, publish, retransmit
 from controlplane.machine.quorum import with_digests_compared
-from controlplane.machine.replicas import note_engines_up, note_outcomes, served_digests
+from controlplane.machine.replicas import note_outcomes, note_shown, served_digests
 from schemas.commands import AdapterSync, Drain, EpochStart, Target, WeightSync
 from schemas.outcomes import Missing
 from schemas.reports import AgentOutcome, Report
@@ -168,8 +168,8 @@ def _on_answers(state: CoordinatorState, event: events.AnswersReceived, effects:
         new.setdefault(answer.seq, {}).setdefault(name, outcome)
     for seq, outcomes in sorted(new.items()):
         state = sessions.withdraw_failed_session(state, commands[seq], outcomes.values())
+        state = note_shown(state, outcomes.values())
         state = note_outcomes(state, commands[seq].command, outcomes.values())
-        state = note_engines_up(state, outcomes.values())
         if isinstance(commands[seq].command, WeightSync | AdapterSync):
             state = with_holders(state, outcomes)
     open_commands = (

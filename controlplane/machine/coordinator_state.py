@@ -138,15 +138,12 @@ class KnownAdapter(Struct, frozen=True, kw_only=True):
     Attributes:
         requested: The newest version that a sync was ever requested for.
         used: Versions that engines may have loaded.
+        newest_committed: The newest version that was ever committed, though it may be dropped since; 0 if none was.
     """
 
     requested: Count = 0
     used: tuple[UsedAdapter, ...] = ()
-
-    @property
-    def newest_committed(self) -> int:
-        """The newest version that was ever committed, of those that are remembered; 0 if there is none."""
-        return max((used.adapter.version for used in self.used if used.committed), default=0)
+    newest_committed: Count = 0
 
 
 class Sync(Struct, frozen=True, kw_only=True):

@@ -87,34 +87,40 @@ def note_outcomes(state: CoordinatorState, command: Command, outcomes: Iterable[
         return _note_adapter(state, command, outcomes) if command.phase in ("load", "commit") else state
     if not _lets_serve(command):
         return state
+    aborts = isinstance(command, WeightSync) and command.phase == "abort"
     changed: dict[str, Member] = {}
     for outcome in outcomes:
         member = state.members.get(outcome.agent)
         if member is None or member.state != "live" or not is_primary(member) or _says_nothing(outcome.conclusion):
             continue
-        acked = _carried_out(outcome.conclusion)
-        if acked and isinstance(command, EngineCommand) and command.operation in ("resume", "wake"):
-            acked = _runs_after(outcome.conclusion, member)
-        sync_acked = member.sync_acked
+        acked, sync_acked = _carried_out(outcome.conclusion), member.sync_acked
         if isinstance(command, WeightSync):
-            sync_acked = acked and not _in_quarantine_after(command, member, _desired(state, member))
-            sync_acked = sync_acked and not _stays_torn(command, outcome.conclusion, member)
+            sync_acked = acked and not _is_out_after(command, member, _desired(state, member))
+        if acked and (aborts or (isinstance(command, EngineCommand) and command.operation in ("resume", "wake"))):
+            acked = _runs_after(outcome.conclusion, member)
         changed[outcome.agent] = replace(member, command_acked=acked, sync_acked=sync_acked)
     return replace(state, members={**state.members, **changed}) if changed else state
 
 
-def note_engines_up(state: CoordinatorState, outcomes: Iterable[AgentOutcome]) -> CoordinatorState:
-    """Correct statuses that are older than these answers: a primary acts only where it has found its engine.
-
-    Args:
-        state: The run.
-        outcomes: New ones.
+def note_shown(state: CoordinatorState, outcomes: Iterable[AgentOutcome]) -> CoordinatorState:
+    """Correct statuses that are older than these answers: a primary acts only where it has found its engine, and in a
+    sync it says which weights that holds.
     """
     changed: dict[str, Member] = {}
     for outcome in outcomes:
-        member = state.members.get(outcome.agent)
-        if type(outcome.conclusion) is Acted and member is not None and member.status and is_engine_down(member):
-            changed[outcome.agent] = replace(member, status=replace(member.status, tokenizer="present"))
+        acted, member = outcome.conclusion, state.members.get(outcome.agent)
+        if type(acted) is not Acted or member is None or member.status is None or member.state != "live":
+            continue
+        status, calls = member.status, acted.calls
+        if acted.version is not None:
+            torn = status.torn and not {"load", "restore"}.intersection(calls)
+            status = replace(status, version=acted.version, digest=acted.digest, torn=torn)
+            paused = "pause" in calls and "resume" not in calls
+            member = replace(member, command_acked=False if paused else member.command_acked)
+        if is_engine_down(member):
+            status = replace(status, tokenizer="present")
+        if status is not member.status:
+            changed[outcome.agent] = replace(member, status=status)
     return replace(state, members={**state.members, **changed}) if changed else state
 
 
@@ -149,9 +155,9 @@ def _carried_out(conclusion: Conclusion) -> bool:
 
 
 def _runs_after(conclusion: Conclusion, member: Member) -> bool:
-    """Whether a resume or a wake that was carried out shows that the engine generates. It may have had to pause for
-    want of weights; and a wake that resumes nothing leaves it paused, as engines are while they sleep. One that has
-    nothing to resume changes nothing: its memory may be asleep, since a wake failed.
+    """Whether a resume, a wake or an abort that was carried out shows that the engine generates. It may have had to
+    pause for want of weights; and a wake that resumes nothing leaves it paused, as engines are while they sleep. One
+    that has nothing to resume changes nothing: its memory may be asleep, since a wake failed.
     """
     calls = conclusion.calls if isinstance(conclusion, Acted) else ()
     if {"resume", "pause", "wake", "sleep"}.intersection(calls):
@@ -159,24 +165,15 @@ def _runs_after(conclusion: Conclusion, member: Member) -> bool:
     return _generates(member)
 
 
-def _in_quarantine_after(command: WeightSync, member: Member, desired: Desired) -> bool:
-    """Whether a replica that carried out this end of a sync is in quarantine nevertheless.
-
-    An abort leaves the quarantine of another sync as it was. Of one that the agent imposed itself, only its heartbeats
-    and its failures tell.
+def _is_out_after(command: WeightSync, member: Member, desired: Desired) -> bool:
+    """Whether a replica that carried out this end of a sync is in quarantine nevertheless, or has torn weights. These,
+    and the quarantine of another sync, an abort leaves as they were; the next heartbeat may say otherwise.
     """
     if desired.quarantined or member.hello.identity.replica in command.quarantine:
         return True
     status = member.status
-    earlier = status is not None and status.quarantined not in (0, command.version)
-    return command.phase == "abort" and (earlier or member.sync_acked is False)
-
-
-def _stays_torn(command: WeightSync, conclusion: Conclusion, member: Member) -> bool:
-    """Whether an abort left weights as they were that are torn. The next heartbeat may say otherwise."""
-    calls = conclusion.calls if isinstance(conclusion, Acted) else ()
-    torn = command.phase == "abort" and member.status is not None and member.status.torn
-    return torn and not {"load", "restore"}.intersection(calls)
+    out = status is not None and (status.torn or status.quarantined not in (0, command.version))
+    return command.phase == "abort" and (out or member.sync_acked is False)
 
 
 def quarantined_replicas(state: CoordinatorState) -> frozenset[int]:
@@ -222,8 +219,8 @@ def proven_replicas(state: CoordinatorState) -> ProvenReplicas:
         holding.append(replica)
         identity = member.hello.identity
         if desired.serving and _generates(member) and identity.syncs and not (waiting and identity.agent in waiting):
-            status = member.status
-            serving[replica] = status.version if status is not None and desired.fallback else desired.version
+            shown = member.status if desired.fallback is not None else desired
+            serving |= {replica: shown.version} if shown is not None else {}
     committed = (unit for unit, desired in state.desired.items() if desired.committed)
     unproven = syncing_replicas(state, Target()).intersection(committed).difference(holding)
     return ProvenReplicas(dict(sorted(serving.items())), unproven)

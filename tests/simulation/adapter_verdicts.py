@@ -69,7 +69,7 @@ def listed(promises: Promises, bus: Bus) -> str:
             held = engine.shelf.held.get(status.model)
             if held is not None and held.path == status.path and not held.garbage:
                 continue
-            _, seen_ms = world.sent.get(id(member.status), (None, -1))
+            _, seen_ms = world.sent.get(id(bus.told.get(process.peer)), (None, -1))
             if not engine.shelf.lost_since(status.model, seen_ms):
                 return f"the bus lists replica {replica} for {status.model} from {status.path}, and it has {held}"
     return ""

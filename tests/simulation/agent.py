@@ -535,6 +535,8 @@ class Process:
         if not self.alive or self.waits_for_disk(self.on_control, epoch, seq, message):
             return
         self.answered_ms = self.world.now
+        if isinstance(message, Snapshot | Replay) and epoch >= self.state.epoch:
+            self.commanded_ms = self.world.now
         match message:
             case Welcome():
                 self.welcomed = self.snapshot_due = True
@@ -542,7 +544,6 @@ class Process:
                     self.join()
             case Snapshot():
                 self.snapshot_due = False
-                self.commanded_ms = self.world.now if epoch >= self.state.epoch else self.commanded_ms
                 self.feed(events.SnapshotReceived(at_ms=self.clock_ms, epoch=epoch, seq=seq, desired=message.desired))
             case Replay():
                 frames = [encode_header(epoch, 0, seq), encode(message)]

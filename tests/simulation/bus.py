@@ -73,6 +73,7 @@ class Bus:
         self.clock_us = world.rng.randrange(1_000_000_000)
         self.heard: dict[str, int] = {}  # by connection on which somebody said hello
         self.statuses: dict[str, tuple[int, AgentStatus]] = {}
+        self.told: dict[str, AgentStatus] = {}  # the newest that was decided, by connection, as its agent sent it
         self.batch: list[events.PeerAnswer] = []
         self.deadline_us: int | None = None
         self.tickets = 0
@@ -191,6 +192,8 @@ class Bus:
         for event, after, effects in turn:
             self.world.log.records.append((encode(event), encode(effects)))
             before, self.state = self.state, after
+            if isinstance(event, events.StatusReceived):
+                self.told[event.peer] = event.status
             self.world.promises.after_bus(self, before, event, effects)
 
     def _perform_all(self, turn: list[Decision]) -> None:

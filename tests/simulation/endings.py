@@ -152,7 +152,8 @@ def relaunch_lost(world: World) -> None:
         if again and not lost:
             return
         for slot in lost:
-            if slot.engine is not None and slot.engine.kind == "tiny":
+            seen = slot.process is not None and not serving.misled(slot.process)
+            if slot.engine is not None and slot.engine.kind == "tiny" and seen:
                 world.promises.broken("convergence", f"{slot.name} shows all it does, and its agent does not know it")
             slot.relaunch()
         world.run(world.now + 6000)
@@ -167,6 +168,8 @@ def restarts_heal(world: World) -> None:
         if slot.process is not None:
             slot.process.die()
     world.run(world.now + 10_000)
+    if any(slot.process is not None and slot.process.state.engine.lost for slot in world.slots):
+        relaunch_lost(world)  # one may have been turned away meanwhile, in the middle of a call
     world.trainer.restore(sync=False)
     _converge(world, "the restarts", adapters=True)
     for slot in world.slots:

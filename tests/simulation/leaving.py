@@ -83,6 +83,7 @@ def retire(promises: Promises, effect: Retired) -> str:
     slot = promises.world.slot
     running = [name for name in effect.agents if promises.known.get(name)]
     wrong = [name for name in running if slot(name).identity.unit not in promises.leaving]
+    before = _first_nodes(promises)
     for name in effect.agents:
         promises.known.pop(name, None)
         promises.identities.pop(name, None)
@@ -91,6 +92,7 @@ def retire(promises: Promises, effect: Retired) -> str:
     promises.ever_retired.update(effect.agents)
     known = {slot(name).identity.unit for name in promises.known}
     gone = {slot(name).identity.unit for name in effect.agents} - known
+    gone |= {unit for unit, place in _first_nodes(promises).items() if place.syncs != before[unit].syncs}
     promises.leaving -= gone
     promises.begun_anew.update(dict.fromkeys(gone, promises.head))
     return f"{wrong} were retired and are running" if wrong else ""
@@ -108,6 +110,12 @@ def admitted(promises: Promises, peer: str) -> str:
         if other.identity.unit == slot.identity.unit:
             other.ledger.version = 0
     return ""
+
+
+def _first_nodes(promises: Promises) -> dict[int | str, Identity]:
+    """The first known node of each unit, which says whether it syncs."""
+    places = sorted(promises.identities.values(), key=lambda place: -place.node_rank)
+    return {place.unit: place for place in places}
 
 
 def _incarnation(peer: str) -> str:

@@ -39,6 +39,11 @@ class Wanted:
         self.fallback, self.loaded_first = self.loaded_first or self.fallback, 0
         self.quarantined = self.quarantined if self.quarantined <= self.version else 0
 
+    def restart(self, fleet: Wanted) -> None:
+        """Leave a quarantine, and take part in what is synced to the whole fleet."""
+        if self.quarantined:
+            self.quarantined, self.syncing, self.loading = 0, fleet.syncing, fleet.loading
+
     def obey(self, command: EngineCommand) -> None:
         """Follow an engine command."""
         tags = frozenset(command.tags) or BOTH
@@ -88,26 +93,32 @@ def differs(bus: Bus) -> Iterator[str]:
         if place.role != ROLLOUT or place.node_rank or desired is None or place.unit not in joined:
             continue
         wanted, found = _by_log(promises, place), _read(desired)
-        if wanted.quarantined and not 0 < found.quarantined <= wanted.quarantined:  # by a restart of the agent, as
-            found.quarantined = wanted.quarantined  # `verdicts.released` judges
-            found.syncing, found.loading = wanted.syncing, wanted.loading
         if found != wanted:
             yield f"of {place.agent} the bus desires {found}, the log {wanted}"
 
 
 def _by_log(promises: Promises, place: Identity) -> Wanted:
-    """One that never syncs begins with what is wanted of those that do, and goes on without their weights."""
+    """One that never syncs begins with what is wanted of those that do, and goes on without their weights. One whose
+    agent restarts leaves its quarantine, and takes part in what the fleet syncs then.
+    """
     wanted, begun, syncs = Wanted(), promises.begun_anew.get(place.unit, 0), verdicts.syncs(place)
-    for seq, published in promises.log.items():
+    fleet, restarts = Wanted(), [seq for seq in promises.restarts.get(place.unit, ()) if seq >= begun]
+    for seq, published in (*promises.log.items(), (promises.head + 1, None)):
+        while restarts and restarts[0] < seq:
+            wanted.restart(fleet)
+            restarts.pop(0)
         if seq > begun and not syncs:
             wanted = Wanted(wanted.paused, wanted.asleep, wanted.discard, leaves=wanted.leaves)
-        if wanted.leaves:
+        if wanted.leaves or published is None:
             break
         if isinstance(published.command, EpochStart):
             wanted.lose_trainer()
+            fleet.lose_trainer()
         elif promises.counts(seq, place) and (syncs or seq <= begun or not isinstance(published.command, WeightSync)):
             # What left out its earlier self does not count once it has begun anew.
             wanted.apply(published.command, place.replica if seq > begun else -1)
+        if published.target.replicas is None and not isinstance(published.command, Drain):
+            fleet.apply(published.command, -1)
     return wanted if syncs else Wanted(wanted.paused, wanted.asleep, wanted.discard, leaves=wanted.leaves)
 
 

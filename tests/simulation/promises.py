@@ -22,7 +22,6 @@ from controlplane.machine.events import (
     Retired,
     Send,
 )
-from controlplane.machine.replicas import proven_replicas
 from schemas.commands import Command, Drain, Target, UnknownCommand, WeightSync
 from schemas.desired import Desired, desired_after
 from schemas.events import (
@@ -155,6 +154,7 @@ class Promises:
         self.retired: dict[str, str] = {}  # each with the incarnation that was known last
         self.leaving: set[int | str] = set()  # units that are drained
         self.begun_anew: dict[int | str, int] = {}  # units that began as new ones do, each with the seq of then
+        self.restarts: dict[int | str, list[int]] = {}  # of the agents of replicas, each with the seq of then
         self.ever_retired: set[str] = set()  # also by what the log has lost
         self.concluded: dict[tuple[int, int], Report] = {}
         self.learned: set[tuple[str, int, int]] = set()
@@ -283,7 +283,8 @@ class Promises:
             ledger.oracle, ledger.lease_over = None, True
         if not state.joined:
             return
-        if state.desired.version < ledger.version and not ledger.lost_epoch:  # else it may follow what was lost since
+        if verdicts.syncs(identity) and state.desired.version < ledger.version and not ledger.lost_epoch:
+            # Else it may follow what was lost since, or its replica was deployed again as one that never syncs.
             self.broken("I4 monotonic", f"{process.peer} goes back to version {state.desired.version}")
         ledger.version = state.desired.version
 
@@ -425,7 +426,7 @@ class Promises:
         self.judge("P3 answer", self.tickets.after(bus, event, effects))  # each ends once
         self.judge("I5 quarantine", verdicts.released(self, bus, before, event, joined))
         self.judge("P11 true", verdicts.quorum(self, bus, before))
-        self._serves(bus)
+        self.judge("P11 true", serving.served(self, bus))
         self.judge("P12 adapters", adapter_verdicts.listed(self, bus))
         if len(state.history) > bus.world.settings.history:
             self.broken("P8 bounded", f"the ring holds {len(state.history)} commands")
@@ -449,7 +450,7 @@ class Promises:
         elif isinstance(event, PeerLost) and self.peers.get(agent_of(event.peer)) == event.peer:
             self._leaves(agent_of(event.peer))
             if agent_of(event.peer) not in self.known:  # the bus forgets one that never joined
-                self.identities.pop(agent_of(event.peer), None)
+                self.identities.pop(self.peers.pop(agent_of(event.peer), "").partition("/")[0], None)
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.message, Welcome | Snapshot):
                 self.judge("P3 answer", leaving.admitted(self, effect.peer))
@@ -464,6 +465,8 @@ class Promises:
                 unit = self.world.slot(name).identity.unit
                 if all(self.world.slot(other).identity.unit != unit for other in self.joined):
                     self.begun_anew[unit] = self.head  # what was for some replicas, this one among them, is not kept
+                if name == f"{unit}.0" and self.joined.get(name) != incarnation:
+                    self.restarts.setdefault(unit, []).append(self.head)
                 self.known[name], self.joined[name], self.since[name] = True, incarnation, self.world.now
                 self.retired.pop(name, None)
 
@@ -550,7 +553,7 @@ class Promises:
             self.lost[published.origin, seq] = published
         self.concluded = {key: report for key, report in self.concluded.items() if self.concluded_at[key] < left}
         self.known, self.peers, self.joined, self.retired, self.leaving = {}, {}, {}, {}, set()
-        self.head, self.begun_anew, self.identities = 0, {}, {}
+        self.head, self.begun_anew, self.identities, self.restarts = 0, {}, {}, {}
         self.world.files.let_go.clear()  # which of them the log still lets go is another question
         for event, encoded in self.world.log.records:
             effects = effects_decoder.decode(encoded)
@@ -581,19 +584,3 @@ class Promises:
         """What was published under this seq in that life, whether or not the log still has it."""
         published = self.log.get(seq)
         return published if published is not None and published.origin == origin else self.lost.get((origin, seq))
-
-    def _serves(self, bus: Bus) -> None:
-        """P11: a replica that the bus calls serving generates on nothing but the weights of that version."""
-        for replica, version in proven_replicas(bus.state).serving.items():
-            if replica in self.leaving:
-                self.broken("P11 true", f"replica {replica} leaves the fleet, and the bus says that it serves")
-            slot = self.world.slot(f"{replica}.0")
-            process, engine = slot.process, slot.engine
-            if process is None or engine is None or process.peer != bus.state.members[slot.name].peer:
-                continue
-            weights = weights_to_serve(bus.state.desired.get(replica, bus.state.default_desired), engine.weights)
-            if engine.weights == LAUNCHED and engine.instance > 1:
-                continue  # it was relaunched, and the bus has yet to hear of it
-            if engine.generating and not serving.misled(process) and engine.weights != weights:
-                text = f"the bus says that replica {replica} serves v{version}, {weights}, and it has {engine.weights}"
-                self.broken("P11 true", text)

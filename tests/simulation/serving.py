@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from controlplane.machine.replicas import proven_replicas
 from schemas.commands import durable_source
 from schemas.desired import Committed, Desired
 from schemas.events import EngineObserved, EngineReturned, Event, Load, Restore
@@ -17,6 +18,7 @@ from workers.machine.suppressed import still_desired
 
 if TYPE_CHECKING:
     from tests.simulation.agent import Process
+    from tests.simulation.bus import Bus
     from tests.simulation.promises import Promises
 
 
@@ -68,6 +70,27 @@ def check(promises: Promises, process: Process) -> None:
     if engine.generating and (stale := engine.cached - {engine.weights}):
         promises.broken("I1 no torn serving", f"{name} says it serves {engine.weights}, with the cache of {stale}")
     _pursued(promises, process, engine, stranded(process, desired))
+
+
+def served(promises: Promises, bus: Bus) -> str:
+    """P11: a replica that the bus calls serving generates on nothing but the weights of that version."""
+    for replica, version in proven_replicas(bus.state).serving.items():
+        if replica in promises.leaving:
+            return f"replica {replica} leaves the fleet, and the bus says that it serves"
+        slot = promises.world.slot(f"{replica}.0")
+        process, engine = slot.process, slot.engine
+        if process is None or engine is None or process.peer != bus.state.members[slot.name].peer or misled(process):
+            continue
+        if engine.weights == LAUNCHED and engine.instance > 1:
+            continue  # it was relaunched, and the bus has yet to hear of it
+        desired = bus.state.desired.get(replica, bus.state.default_desired)
+        weights, fallback = weights_to_serve(desired, engine.weights), desired.fallback
+        if engine.generating and engine.weights != weights:
+            return f"the bus says that replica {replica} serves v{version}, {weights}, and it has {engine.weights}"
+        taken = fallback is not None and engine.weights == weights_of(fallback.source)
+        if fallback is not None and taken and version != fallback.version:
+            return f"replica {replica} serves v{fallback.version}, and is said to serve v{version}"
+    return ""
 
 
 def _settled(promises: Promises, process: Process, engine: Engine) -> None:

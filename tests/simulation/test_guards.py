@@ -44,7 +44,7 @@ GUARDS = {
     ),
     "an answer is newer than a status": Guard(
         "controlplane/machine/coordinator.py",
-        "        state = note_engines_up(state, outcomes.values())\n",
+        "        state = note_shown(state, outcomes.values())\n",
         "",
         21,
     ),
@@ -76,12 +76,10 @@ GUARDS = {
         "controlplane/machine/replicas.py",
         """if member is None or member.state != "live" or not is_primary(member) or _says_nothing(outcome.conclusion):
             continue
-        acked = _carried_out(outcome.conclusion)
-        if acked""",
+        acked, sync_acked""",
         """if member is None or not is_primary(member) or _says_nothing(outcome.conclusion):
             continue
-        acked = _carried_out(outcome.conclusion)
-        if acked""",
+        acked, sync_acked""",
         9161,
     ),
     "broadcast once": Guard(

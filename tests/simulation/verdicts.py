@@ -87,7 +87,7 @@ def report(promises: Promises, bus: Bus, told: SyncReport) -> str:
     known -= {unit for unit in promises.leaving if isinstance(unit, int)}
     if leaving := promises.leaving & {*told.quarantined, *told.unproven}:
         return f"the report of v{told.version} names {leaving}, which leaves the fleet"
-    if wrong := failed_for_one_that_leaves(told, known):
+    if wrong := failed_for_one_that_leaves(promises, told, known):
         return wrong
     ends = isinstance(last.command, WeightSync | AdapterSync) and last.command.phase in ("commit", "abort")
     named = {*told.quarantined, *told.unproven}
@@ -220,12 +220,15 @@ def asked(sync: Sync) -> int:
     return min(quorum, max(1, len(sync.members))) if sync.shrunk else quorum
 
 
-def failed_for_one_that_leaves(told: SyncReport, staying: set[int]) -> str:
-    """A sync is not given up for want of replicas while enough that stay have done what each phase asked for."""
+def failed_for_one_that_leaves(promises: Promises, told: SyncReport, staying: set[int]) -> str:
+    """A sync is not given up for want of replicas while enough that stay have done what each phase asked for. One that
+    was retired since has not stayed, though a new agent has begun there.
+    """
     short = re.search(r"and (\d+) must", told.reason)
     phases = [dict(primaries(phase)) for phase in told.phases if _phase_of(phase) in ("prepare", "load")]
     if told.status != "aborted" or short is None or not phases:
         return ""
+    staying = {replica for replica in staying if promises.begun_anew.get(replica, 0) < told.phases[0].seq}
     done = [replica for replica in staying if all(followed(phase.get(replica)) for phase in phases)]
     enough = len(done) >= int(short[1])
     return f"the sync to v{told.version} was aborted ({told.reason}), though {done} followed" if enough else ""
@@ -385,7 +388,7 @@ def released(
         return ""
     name = agent_of(event.peer) if isinstance(event, JoinReceived | ResendRequested) else ""
     snapshot = bool(name) and bus.state.members[name].state == "live" if name in bus.state.members else False
-    restarted = snapshot and joined.get(name) not in (None, bus.state.members[name].hello.incarnation)
+    restarted = snapshot and joined.get(name) != bus.state.members[name].hello.incarnation
     for unit, earlier in before.desired.items():
         after = bus.state.desired.get(unit)
         if after is None or not earlier.quarantined:

@@ -11,7 +11,16 @@ from controlplane.machine.fleet_view import FleetView
 from controlplane.machine.versions import VERSION_MAX
 from controlplane.record.entries import LogEntry
 from schemas.agent_status import AgentStatus
-from schemas.commands import AdapterDrop, AdapterSync, AdapterVersion, EngineCommand, Manifest, Target, WeightSync
+from schemas.commands import (
+    AdapterDrop,
+    AdapterSync,
+    AdapterVersion,
+    Drain,
+    EngineCommand,
+    Manifest,
+    Target,
+    WeightSync,
+)
 from schemas.outcomes import Reason, Skipped
 from schemas.wire import MAX_BYTES, Snapshot, encode
 from tests.unit.fleets import DONE, NO, Coordinator
@@ -202,6 +211,29 @@ def test_a_version_that_was_dropped_may_come_back_and_counts_once_it_is_committe
     assert where(bus) is None and oldest(bus) == 0
     sync(bus, 1)
     assert where(bus) == ("policy-v1", (0, 1))
+
+
+def test_a_version_that_came_back_in_vain_was_committed_all_the_same_and_none_below_it_follows() -> None:
+    bus = fleet()
+    sync(bus, 6)
+    bus.issue(AdapterDrop(name="policy"))
+    serving(bus)
+    sync(bus, 6, through="prepare")
+    for _ in ("load", "abort"):
+        bus.answer(a0_0=NO, a1_0=NO)
+    bus.sync(3, adapter="policy", path="policy/3")
+    assert "v6 is committed, which is newer" in bus.refused[0][2]
+
+
+def test_a_replica_that_leaves_may_still_read_files_until_it_is_retired() -> None:
+    bus = fleet()
+    sync(bus, 1)
+    bus.issue(AdapterDrop(name="policy"))
+    bus.issue(Drain(grace_ms=0), target=Target(replicas=frozenset({1})), timeout_ms=15_000)
+    report(bus, "0.0")
+    assert oldest(bus) == 1
+    bus.answer(a0_0=Skipped(Reason.NOT_TARGETED), a1_0=DONE)
+    assert "1.0" in bus.state.retired and oldest(bus) == 0
 
 
 def test_no_version_is_used_for_another_path_nor_a_path_for_another_version() -> None:

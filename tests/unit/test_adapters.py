@@ -235,6 +235,20 @@ def test_an_engine_that_lists_nothing_may_have_what_was_not_answered_so_it_is_un
     assert performed(effects) == [UnloadAdapter("policy-v1", waited=True)]
 
 
+@pytest.mark.parametrize("result", [Returned(), Fault("unanswered", "no answer")])
+def test_a_launch_that_lists_nothing_may_have_what_was_loaded_when_it_was_first_seen(result: Returned | Fault) -> None:
+    """It may have been there already when the call was made."""
+    state, _ = fold(agent(), command(phase("load", 2)))
+    assert state.activity is not None and isinstance(state.activity.calls[0], CheckAdapter)
+    state, _ = fold(
+        state, EngineReturned(at_ms=1, call_id=state.activity.call_id, result=Returned(), observation=PRESENT)
+    )
+    assert state.activity is not None
+    other = replace(PRESENT, instance="another")
+    state, _ = fold(state, EngineReturned(at_ms=1, call_id=state.activity.call_id, result=result, observation=other))
+    assert version(2).model in state.engine.adapters
+
+
 def test_an_engine_that_lists_nothing_may_still_have_what_was_to_be_unloaded() -> None:
     state, effects = fold(agent(desired=wanting(1)))
     state, _, _ = carry_out(*fold(state, EngineReturned(at_ms=1, call_id=1, result=Returned(), observation=PRESENT)))
@@ -338,6 +352,14 @@ def test_a_sync_waits_half_of_its_time_for_requests_to_end_and_then_the_engine_r
     assert asked_ms == [510, 710]
     state, effects = fold(state, Tick(at_ms=10 + 1400))
     assert [type(answer.outcome) for answer in answers(effects)] == [Failed]
+
+
+def test_a_sync_waits_for_a_place_though_a_call_of_the_agent_itself_has_failed() -> None:
+    """Requests use the cache, so it can't be flushed yet."""
+    state, _ = fault(agent(seen=full(1, 2), desired=wanting(2)), seen=full(1, 2))
+    state, _ = fold(replace(state, reconcile_blocked=True), command(phase("prepare", 3), ttl_ms=10_000, at_ms=10))
+    _, effects = fold(state, Tick(at_ms=510))
+    assert performed(effects) == [UnloadAdapter("policy-v1", waited=False)]
 
 
 def test_what_is_behind_a_sync_that_waits_for_a_place_does_not_wait_for_it() -> None:

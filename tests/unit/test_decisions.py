@@ -21,7 +21,20 @@ from schemas.desired import Committed, Desired
 from schemas.events import Answer, EngineObserved, EngineReturned, Event, Perform, RequestResend, Returned, Tick
 from schemas.identity import Identity, Operation, RolloutMode
 from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped, Trace
-from tests.unit.machines import PRESENT, SECOND, START, STOP, agent, answers, carry_out, command, fold, manifest, sync
+from tests.unit.machines import (
+    PRESENT,
+    SECOND,
+    START,
+    STOP,
+    agent,
+    answers,
+    carry_out,
+    command,
+    fault,
+    fold,
+    manifest,
+    sync,
+)
 from workers.machine.decide import ELIGIBILITY, ORDER, REACTIONS
 from workers.machine.state import AgentState, call_name
 from workers.machine.suppressed import still_desired
@@ -295,6 +308,17 @@ def test_rule_10_a_replica_in_quarantine_is_paused_and_then_skips() -> None:
     assert [call_name(call) for call in calls] == ["pause"] and not seen.generating
     _, effects = fold(state, command(sync("commit", 1, frozenset({0})), 2))
     assert rule_and_outcome(answers(effects)[0]) == skipped(10, Reason.QUARANTINED)
+
+
+def test_rule_10_an_abort_that_leaves_an_older_quarantine_says_so() -> None:
+    """Else its bus would take it for a replica that serves, until the heartbeat that follows."""
+    state, effects = fold(agent(desired=Desired(committed=Committed(1, Checkpoint("v1"), None))))
+    state, _ = fault(state, seen=replace(PRESENT, generating=False))
+    assert state.suppressed.quarantined == 1
+    for seq, phase in enumerate(("prepare", "abort"), 1):
+        state, effects = fold(state, command(sync(phase, 2), seq))
+        state, _, _ = carry_out(state, effects, replace(PRESENT, generating=False))
+    assert rule_and_outcome(answers(effects)[-1]) == skipped(10, Reason.QUARANTINED)
 
 
 # --- rule 10: the engine itself ---------------------------------------------------------------------------------------

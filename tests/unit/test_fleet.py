@@ -527,3 +527,16 @@ def test_what_was_commanded_before_the_second_node_of_a_new_kind_of_replica_is_b
     assert desired.generation == "paused"
     assert bus.arrive("0.1", "b", mode=RolloutMode.COLOCATED) == desired
     assert bus.state.desired[0] == desired
+
+
+def test_a_replica_that_syncs_again_once_its_other_first_node_is_retired_begins_as_a_new_one_does() -> None:
+    bus = Coordinator("0.0", "0.1", "1.0")
+    bus.sync(1)
+    for _ in range(3):
+        bus.answer(a0_0=DONE, a0_1=NOT_PRIMARY, a1_0=DONE)
+    for agent in ("0.0", "0.1"):
+        bus.lose(agent)
+    assert bus.arrive("0.0", mode=RolloutMode.COLOCATED).version == 0
+    bus.lose("0.0", "left")
+    bus.retire("0.0")
+    assert bus.arrive("0.1").version == 1

@@ -276,6 +276,43 @@ def test_after_an_abort_replicas_serve_what_they_served_before() -> None:
     assert proven_replicas(bus.state).unproven == {1}, "its abort failed, and its heartbeat is older"
 
 
+def test_an_abort_that_resumes_nothing_shows_no_replica_that_serves() -> None:
+    """The prepare paused both, and of the memory of one a wake has failed; what it said before is older."""
+    bus = serving()
+    for name in ("0.0", "1.0"):
+        bus.status(name, SERVING)
+    bus.sync(2)
+    paused, resumed = Acted(calls=("pause",), version=1), Acted(calls=("flush", "resume"), version=1)
+    bus.answer(a0_0=paused, a1_0=paused, a0_1=NO, actor_0=NOT_PRIMARY)
+    bus.answer(a0_0=NO, a1_0=NO, a0_1=NOT_PRIMARY, actor_0=NOT_PRIMARY)
+    bus.answer(a0_0=Skipped(Reason.ALREADY), a1_0=resumed, a0_1=NOT_PRIMARY, actor_0=NOT_PRIMARY)
+    assert proven_replicas(bus.state).serving == {1: 1}
+    bus.status("0.0", SERVING)
+    assert proven_replicas(bus.state).serving == {0: 1, 1: 1}
+
+
+def test_the_answers_of_a_sync_say_which_weights_a_replica_holds_before_its_next_heartbeat() -> None:
+    """It goes back to what it took of a lost trainer, and its heartbeat named what the next one was loading."""
+    bus = Coordinator("0.0", "1.0")
+    bus.sync(1)
+    bus.answer(a0_0=DONE, a1_0=DONE)
+    bus.open()
+    for name in ("0.0", "1.0"):
+        bus.arrive(name)
+        bus.status(name, SERVING)
+    bus.sync(2)
+    bus.answer(a0_0=DONE, a1_0=DONE)
+    bus.answer(a0_0=Acted(calls=("load",), version=2, digest="two"))
+    assert status(bus).agents[0].status == replace(SERVING, version=2, digest="two")
+    bus.answer(a1_0=NO)
+    bus.answer(a0_0=Acted(calls=("load", "resume"), version=1), a1_0=NO)
+    assert proven_replicas(bus.state).serving == {0: 1}
+    bus.arrive("0.0")
+    bus.issue(RESUME)
+    bus.answer(a0_0=Acted(calls=("resume",)))
+    assert proven_replicas(bus.state).serving == {}, "it has sent no heartbeat, and may hold those of its launch"
+
+
 def test_a_paused_replica_serves_again_once_it_has_answered_the_resume() -> None:
     bus = serving()
     assert carried_out(bus, PAUSE) == {}

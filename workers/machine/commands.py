@@ -207,6 +207,8 @@ def _weights(
         failure = _cannot_sync(command, after, engine, identity)
         if failure is not None:
             return failure
+    if command.phase == "abort" and after.quarantined:
+        return Skipped(Reason.QUARANTINED)  # acted, or already, would mean that it serves again
     calls = reconcile(after, engine, identity, load_commanded=command.phase == "load")
     failure = stranded(command, after, engine, identity)
     if failure is not None:

@@ -230,8 +230,11 @@ def apply_result(
         return apply_observation(called, observation), None
     failure = contradiction(call, result, observation)
     after = apply_observation(called, observation)
-    unproven = isinstance(call, Pause | Sleep) or (
-        isinstance(call, Load) and (failure is not None or observation.version is None)
+    unlisted = isinstance(call, LoadAdapter) and observation.adapters is None
+    unproven = (
+        isinstance(call, Pause | Sleep)
+        or unlisted
+        or (isinstance(call, Load) and (failure is not None or observation.version is None))
     )
     if unproven and _other_instance(engine, observation):
         after = _by_either_launch(after, call, observation)
@@ -393,6 +396,7 @@ def apply_interruption(engine: EngineState, call: Call, observation: Observation
         if isinstance(call, StartProfile) and observation.profiling is not False:
             after = replace(after, session=call.session, opening=observation.profiling is None)
         begun = isinstance(call, Load | Restore) and (engine.torn or not _same_digest(engine, observation))
+        begun = begun or (isinstance(call, LoadAdapter) and observation.adapters is None)
         return _by_either_launch(after, call, observation) if begun else after, False
     if isinstance(call, LoadAdapter | UnloadAdapter) and observation.adapters is not None:
         after = engine  # which shows what it has

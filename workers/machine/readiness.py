@@ -21,8 +21,8 @@ def in_sync(state: AgentState) -> bool:
     held = holds_committed(desired, engine) or not state.identity.syncs
     if not engine.operations >= PAUSE_AND_RESUME and not (held and may_serve(desired, engine, state.identity)):
         return False  # it serves what is not desired, and can't be paused
-    committed = desired.committed
-    if committed is not None and durable_source(committed.source) is None and not held:
+    wanted = desired.committed or desired.fallback
+    if wanted is not None and durable_source(wanted.source) is None and not held:
         return False  # it missed a broadcast, and waits for the next sync
     if engine.tokenizer != "present" or reconcile(desired, engine, state.identity):
         return False

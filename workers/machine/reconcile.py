@@ -170,7 +170,7 @@ def _calls_of_its_own(state: AgentState, just_observed: bool) -> tuple[Call, ...
         return ()
     if state.deferred_finish is not None and state.informed:
         return (state.deferred_finish,)
-    if not may_call(state):
+    if state.reconcile_blocked or not may_call(state):
         return ()
     # Of an engine whose state is not known too: a pause that does no harm if it is paused already is made all the same.
     engine = state.engine
@@ -191,9 +191,9 @@ def _calls_of_its_own(state: AgentState, just_observed: bool) -> tuple[Call, ...
 
 
 def may_call(state: AgentState) -> bool:
-    """Return whether the machine may call the engine by itself now."""
+    """Return whether the machine may call the engine by itself now, though perhaps not again what has just failed."""
     engine = state.engine
-    if state.reconcile_blocked or state.changed_by_others or state.identity.node_rank > 0:
+    if state.changed_by_others or state.identity.node_rank > 0:
         return False
     # Of memory that the trainer released: a call could kill the engine, and the trainer is at work on it.
     return engine.tokenizer == "present" and not engine.asleep_by_trainer

@@ -14,6 +14,7 @@ from controlplane.machine import events
 from controlplane.machine.coordinator import CoordinatorState, decide
 from controlplane.record.log import RunLog
 from controlplane.tickets import Ticket
+from schemas.agent_status import AgentStatus
 from schemas.config import BusConfig
 from schemas.errors import BusError, CommandError
 from schemas.wire import decode_command, encode
@@ -46,6 +47,7 @@ class RealBus:
         self.tickets = self.opened_at = 0
         self.committing: object = None
         self.queue: tuple[()] = ()
+        self.told: dict[str, AgentStatus] = {}
         self.slowest_ms = 0
         self.state = CoordinatorState()
         self._real: Bus | None = None
