@@ -32,8 +32,8 @@ class Guard(NamedTuple):
 GUARDS = {
     "quorum": Guard(
         "controlplane/machine/quorum.py",
-        "len(sync.members) // 2 + 1",
-        "len(sync.members) // 2",
+        "len(sync.members - sync.joining or sync.members) // 2 + 1",
+        "len(sync.members - sync.joining or sync.members) // 2",
         1,
     ),
     "absent waits": Guard(
@@ -41,6 +41,12 @@ GUARDS = {
         'elif sync.request.on_unreachable != "wait" and is_engine_down',
         "elif is_engine_down",
         15,
+    ),
+    "new replicas": Guard(
+        "controlplane/machine/sync.py",
+        "_replica(state, name) in sync.joining:",
+        "False:",
+        0,
     ),
     "an answer is newer than a status": Guard(
         "controlplane/machine/coordinator.py",
