@@ -42,12 +42,6 @@ GUARDS = {
         "elif is_engine_down",
         15,
     ),
-    "new replicas": Guard(
-        "controlplane/machine/sync.py",
-        "_replica(state, name) in sync.joining:",
-        "False:",
-        0,
-    ),
     "an answer is newer than a status": Guard(
         "controlplane/machine/coordinator.py",
         "        state = note_engines_up(state, outcomes.values())\n",
