@@ -9,7 +9,7 @@ from schemas.identity import Count, Name, Text
 
 
 class Reason(StrEnum):
-    """Why an agent rightly did nothing. Each reason belongs to one rule of the decision table."""
+    """Why an agent rightly did nothing. Each reason but `joining` belongs to one rule of the decision table."""
 
     STALE_EPOCH = "stale_epoch"
     SUPERSEDED = "superseded"  # too old: the stored outcome is gone, or a snapshot replaced the command
@@ -28,6 +28,7 @@ class Reason(StrEnum):
     STALE_VERSION = "stale_version"
     QUARANTINED = "quarantined"  # the commit quarantines this replica, or the abort leaves it so; it is paused already
     ALREADY = "already"
+    JOINING = "joining"  # never sent: a sync went on without this replica, which is new, and loads after it
 
 
 class ErrorKind(StrEnum):

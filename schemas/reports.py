@@ -465,6 +465,7 @@ class SyncReport(Printable, frozen=True, kw_only=True, tag="sync_report"):
         phases: The report of each phase, in order.
         unproven: All other replicas that the run knows and the sync was for. They are out of reach, or their engines
             are down, or they have not answered the last phase: what they serve is not known.
+        joining: New replicas that had not followed by then. They are brought to what is committed: no failure.
         reason: Why it was aborted; of a committed one, what it does not prove: a label of pushed weights that was used
             before proves nothing without digests.
         stopped: Replicas that do not generate, whatever weights they hold, because a command stopped them. That is no
@@ -479,6 +480,7 @@ class SyncReport(Printable, frozen=True, kw_only=True, tag="sync_report"):
     quarantined: tuple[Count, ...]
     phases: tuple[Report, ...]
     unproven: tuple[Count, ...] = ()
+    joining: tuple[Count, ...] = ()
     reason: Text = ""
     stopped: tuple[Stopped, ...] = ()
     adapter: Label = ""
@@ -496,12 +498,13 @@ class SyncReport(Printable, frozen=True, kw_only=True, tag="sync_report"):
         serving = f" on {format_replicas(self.loaded)}" if self.loaded else ""
         serving += f", by a delta on {format_replicas(delta)}" if (delta := self.by_delta) else ""
         unproven = f"; unproven: {format_replicas(self.unproven)}" if self.unproven else ""
+        joining = f"; joining: {format_replicas(self.joining)}" if self.joining else ""
         out = "without it" if self.adapter else "quarantined"
         quarantined = f"; {out}: {format_replicas(self.quarantined)}" if self.quarantined else ""
         stopped = "".join(f"; {stop.text}" for stop in self.stopped)
         reason = f": {self.reason}" if self.reason else ""
         what = f"adapter {self.adapter}" if self.adapter else "weights"
-        return f"{what} v{self.version} {self.status}{serving}{unproven}{quarantined}{stopped}{reason}"
+        return f"{what} v{self.version} {self.status}{serving}{unproven}{joining}{quarantined}{stopped}{reason}"
 
     @property
     def flawed(self) -> bool:
@@ -535,7 +538,7 @@ class SyncReport(Printable, frozen=True, kw_only=True, tag="sync_report"):
             raise CommandFailed(self._failure("weight sync was not committed"))
 
     def raise_for_failures(self) -> None:
-        """Raise CommandFailed unless every known replica that the sync was for is proven to serve the new version.
+        """Raise CommandFailed unless each known replica that the sync was for, but for new ones, is proven to serve it.
 
         For a trainer that needs its whole fleet: stricter than `raise_unless_committed`.
         """

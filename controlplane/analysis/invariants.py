@@ -305,8 +305,9 @@ class _Bus:
         if wrong:
             text = f"the report of seq {report.seq} has not exactly one outcome for each known agent"
             yield Violation("I5", position, wrong, text)
+        by_bus = Skipped(Reason.NOT_TARGETED if isinstance(report.command, Drain) else Reason.JOINING)  # by no rule
         for outcome in report.outcomes:
-            if isinstance(outcome.conclusion, Skipped) and outcome.rule == 0:
+            if isinstance(outcome.conclusion, Skipped) and outcome.rule == 0 and outcome.conclusion != by_bus:
                 yield Violation("I6", position, (outcome.agent,), f"skipped seq {report.seq} without naming a rule")
 
 

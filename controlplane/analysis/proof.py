@@ -71,7 +71,7 @@ class Proofs:
             yield f"the report of v{report.version} does not name {format_replicas(silent)}, which is in quarantine"
         if report.status != "committed":
             return
-        named = {*report.loaded, *report.quarantined, *report.unproven}
+        named = {*report.loaded, *report.quarantined, *report.unproven, *report.joining}
         if silent := replicas - named:
             yield f"the report of v{report.version} does not name {format_replicas(silent)}"
         proven = {
@@ -80,13 +80,13 @@ class Proofs:
             if (place := replica_and_node(outcome.agent)) is not None and place[1] == 0
             if isinstance(outcome.conclusion, Acted)
             or outcome.conclusion == Skipped(Reason.ALREADY)
-            or (outcome.conclusion == Skipped(Reason.STALE_VERSION) and self._version(place[0]) == report.version)
+            or (
+                outcome.conclusion == Skipped(Reason.STALE_VERSION)
+                and self.desired.get(place[0], Desired()).version == report.version
+            )
         }
         if unfounded := set(report.loaded) - proven:
             yield f"the report of v{report.version} says without proof that {format_replicas(unfounded)} serves it"
-
-    def _version(self, replica: int) -> int:
-        return self.desired[replica].version if replica in self.desired else 0
 
     def _replicas(self, known: Iterable[str], target: Target) -> set[int]:
         places = self._first_nodes(known).values()

@@ -59,17 +59,8 @@ SECTIONS = {
     "Place and bus": ("bus", "keys", "replica", "node_rank", "nnodes", "gpus_per_node", "mode", "rejoin", "observe"),
     "Engine": (
         *("engine", "url", "api_key_file", "checkpoints", "digests", "launch", "router"),
-        *(
-            "dist_init",
-            "launch_log",
-            "up_within",
-            "worker_url",
-            "memory",
-            "on_lost_bus",
-            "wedged_after",
-            "serve",
-            "seed",
-        ),
+        *("dist_init", "launch_log", "up_within", "worker_url", "memory", "on_lost_bus", "wedged_after", "serve"),
+        "seed",
     ),
     "This process": (
         *("drain", "state_dir", "profiler", "traces", "finish_hook", "dump_stacks"),
@@ -115,11 +106,7 @@ class _ReplicaOption(click.IntRange):
     help="Index of this node in its replica.",
 )
 @click.option(
-    "--nnodes",
-    metavar="N",
-    type=click.IntRange(1, NODES_MAX),
-    default=1,
-    help="Number of nodes of the replica.",
+    "--nnodes", metavar="N", type=click.IntRange(1, NODES_MAX), default=1, help="Number of nodes of the replica."
 )
 @click.option(
     "--gpus-per-node",
@@ -137,9 +124,7 @@ class _ReplicaOption(click.IntRange):
 @click.option("--rejoin", is_flag=True, help="Take up the place again if it was retired, as a new replica.")
 @click.option("--observe", is_flag=True, help="Only observe an engine that another program commands; change nothing.")
 @click.option(
-    "--engine",
-    required=True,
-    help="tiny, sglang, vllm, an installed backend's name, or MODULE:CLASS of one.",
+    "--engine", required=True, help="tiny, sglang, vllm, an installed backend's name, or MODULE:CLASS of one."
 )
 @click.option("--url", help="Address of this node's engine server, http://HOST:PORT.")
 @api_key_file

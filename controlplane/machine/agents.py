@@ -22,18 +22,18 @@ from controlplane.machine.coordinator_state import (
     CoordinatorState,
     Effects,
     Member,
-    MissingReason,
-    conclude_missing,
+    conclude,
     member_at,
     send,
     with_sync,
 )
 from controlplane.machine.provenance import with_holders
 from controlplane.machine.publishing import send_missing
-from controlplane.machine.replicas import identities
+from controlplane.machine.replicas import identities, is_settled
 from schemas.desired import Adapter, Desired
 from schemas.formatting import agent_order, format_agents, format_list
 from schemas.identity import ROLLOUT, Identity, RolloutMode, replica_and_node
+from schemas.outcomes import Missing
 from schemas.wire import PlaceAssigned, Rejoin, Snapshot, Welcome
 
 K = TypeVar("K")
@@ -68,7 +68,8 @@ def on_hello(state: CoordinatorState, event: events.HelloReceived, effects: Effe
         send(state, event.peer, Rejoin(reason=_retired(name), give_up=True), effects)
         return state
     if settings.observe is not None and hello.identity.mode is not RolloutMode.OBSERVED:
-        send(state, event.peer, Rejoin(reason=_would_command(name), give_up=True), effects)
+        reason = f"this bus only observes, and agent {name} would command its engine: start the agent with --observe"
+        send(state, event.peer, Rejoin(reason=reason, give_up=True), effects)
         return state
     same = holder is not None and holder.hello.incarnation == hello.incarnation
     if holder is not None and same and hello.attempt < holder.hello.attempt:
@@ -101,6 +102,7 @@ def on_hello(state: CoordinatorState, event: events.HelloReceived, effects: Effe
         state="joining",
         fresh=not same or (holder is not None and holder.fresh),
         joined=holder is not None and holder.joined,
+        settled=holder is not None and holder.settled,
         away_us=away_us,
     )
     desired, first = state.desired, _first_node(state, hello.identity)
@@ -162,10 +164,6 @@ def _taken(holder: Member) -> str:
     )
 
 
-def _would_command(name: str) -> str:
-    return f"this bus only observes, and agent {name} would command its engine: start the agent with --observe"
-
-
 def _full(state: CoordinatorState) -> str:
     return (
         f"the run has places for {state.settings.agents_max} agents (`agents_max` in BusConfig), and all of them are "
@@ -207,7 +205,8 @@ def on_join(
     if member.fresh and identity.node_rank == 0 and identity.role == ROLLOUT:
         desired = _leave_quarantine(desired, state.default_desired)
         for sync in state.syncs.values():
-            state = with_sync(state, replace(sync, restarted=sync.restarted | {identity.replica}))
+            joining = sync.joining if member.joined else sync.joining | {identity.replica}
+            state = with_sync(state, replace(sync, restarted=sync.restarted | {identity.replica}, joining=joining))
     send(state, event.peer, Snapshot(desired=desired), effects)
     member = replace(member, state="live", fresh=False, joined=True)
     return replace(
@@ -241,15 +240,9 @@ def on_status(state: CoordinatorState, event: events.StatusReceived, effects: Ef
     if name is None:
         send(state, event.peer, UNKNOWN_PEER, effects)
         return state
-    member = replace(
-        state.members[name],
-        seq=event.seq,
-        status=event.status,
-        status_us=event.at_us,
-        command_acked=None,
-        sync_acked=None,
-        adapters_acked={},
-    )
+    member = replace(state.members[name], command_acked=None, sync_acked=None, adapters_acked={})
+    member = replace(member, seq=event.seq, status=event.status, status_us=event.at_us)
+    member = replace(member, settled=is_settled(state, member))
     return with_holders(replace(state, members={**state.members, name: member}), (name,))
 
 
@@ -264,8 +257,8 @@ def on_lost(state: CoordinatorState, event: events.PeerLost, _: Effects) -> Coor
     member = state.members[name]
     away_us = event.at_us if member.state == "live" else member.away_us
     member = replace(member, state="left" if left else "gone", away_us=away_us)
-    reason: MissingReason = "restarted" if name in state.claims and not left else "gone"
-    commands = tuple(conclude_missing(command, (name,), reason, event.at_us) for command in state.open)
+    reason = Missing("restarted" if name in state.claims and not left else "gone")
+    commands = tuple(conclude(command, (name,), reason, event.at_us) for command in state.open)
     return replace(state, members={**state.members, name: member}, open=commands)
 
 

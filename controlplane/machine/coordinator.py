@@ -6,9 +6,9 @@ Rules
    replaced, never changed.
 2. A decision is in the log before its effects are performed, so a command is recorded before it is published.
 3. Every command ends, with one outcome for each agent that the run knows, and that neither is retired nor leaves the
-   fleet meanwhile. It is open for those
-   that are live when it is issued, and ends for each of them with an answer, or as `missing`: at the deadline, when the
-   agent is lost, or when another incarnation replaces it. For those that are away it ends at once, as `absent`.
+   fleet meanwhile. It is open for those that are live when it is issued, and ends for each of them with an answer, or
+   as `missing`: at the deadline, when the agent is lost, or when another incarnation replaces it. For those that are
+   away it ends at once, as `absent`.
 4. The desired state of a replica is the fold of the run's commands (`schemas.desired.desired_after`), not of its
    answers. One exception: a profile session that failed to open is no longer desired, so that no agent opens it late.
 
@@ -34,7 +34,7 @@ from controlplane.machine.coordinator_state import (
     CoordinatorState,
     Effects,
     OpenCommand,
-    conclude_missing,
+    conclude,
     member_at,
     send,
 )
@@ -116,7 +116,9 @@ def _on_closed(state: CoordinatorState, event: events.Closed, effects: Effects) 
 
 
 def _all_missing(state: CoordinatorState) -> CoordinatorState:
-    ended = (conclude_missing(command, command.waiting, "bus_restarted", command.deadline_us) for command in state.open)
+    ended = (
+        conclude(command, command.waiting, Missing("bus_restarted"), command.deadline_us) for command in state.open
+    )
     return replace(state, open=tuple(ended))
 
 
@@ -139,16 +141,8 @@ def _on_issued(state: CoordinatorState, event: events.Issued, effects: Effects) 
         effects.append(events.Refuse(ticket=event.ticket, kind="command", reason=reason))
         return state
     state = replace(state, trainer_session=sessions.trainer_session_after(state, event))
-    state = publish(
-        state,
-        event.command,
-        event.target,
-        event.timeout_ms,
-        event,
-        effects,
-        ticket=event.ticket,
-        operator=event.operator,
-    )
+    asked = event.command, event.target, event.timeout_ms, event
+    state = publish(state, *asked, effects, ticket=event.ticket, operator=event.operator)
     return drains.released(state, event.target) if isinstance(event.command, Drain) else state
 
 
@@ -185,7 +179,7 @@ def _on_timer(state: CoordinatorState, event: events.TimerFired, effects: Effect
     open_commands = []
     for command in state.open:
         if event.at_us >= command.deadline_us:
-            command = conclude_missing(command, command.waiting, "deadline", event.at_us)
+            command = conclude(command, command.waiting, Missing("deadline"), event.at_us)
         elif event.at_us >= command.retransmit_us:
             command = retransmit(state, command, event.at_us, effects)
         open_commands.append(command)

@@ -1,7 +1,7 @@
 """What the coordinator knows, and what is asked of it everywhere. Pure: a state is replaced, never changed."""
 
 from collections.abc import Iterable, Mapping
-from typing import Final, Literal
+from typing import Final
 
 from msgspec import Struct, convert
 from msgspec.structs import replace
@@ -12,7 +12,7 @@ from schemas.commands import AdapterVersion, Command, SyncPhase
 from schemas.config import BusConfig
 from schemas.desired import Committed, Desired
 from schemas.identity import Count, Positive, agent_of
-from schemas.outcomes import Missing
+from schemas.outcomes import Conclusion
 from schemas.reports import AgentOutcome, Report, SampleStatus
 from schemas.wire import CommandRecord, Downward, Hello, Rejoin
 
@@ -21,8 +21,6 @@ UNSEEN_STOP: Final = -1
 UNKNOWN_PEER: Final = Rejoin(reason="the bus does not know you: say hello")
 ALIVE: Final = ("joining", "live")
 
-MissingReason = Literal["deadline", "gone", "restarted", "engine_down", "not_sent", "aborted", "bus_restarted"]
-"""Why an agent that was waited for is missing."""
 Effects = list[events.CoordinatorEffect]
 
 
@@ -34,6 +32,7 @@ class Member(Struct, frozen=True, kw_only=True, gc=False):
         state: joining, live, gone or left.
         fresh: This incarnation has not joined yet. A reconnect of a living process is not fresh.
         joined: Some incarnation has joined at this place. Where none ever did, the place is forgotten with its agent.
+        settled: Some incarnation has reported that its engine is up with the weights that it should have.
         away_us: Since when it is not live, on the clock of this life of the bus.
         seq: Last command that it applied, by its own report.
         status: What it last reported.
@@ -49,6 +48,7 @@ class Member(Struct, frozen=True, kw_only=True, gc=False):
     state: str
     fresh: bool
     joined: bool = False
+    settled: bool = False
     away_us: int = 0
     seq: Count = 0
     status: AgentStatus | None = None
@@ -155,6 +155,7 @@ class Sync(Struct, frozen=True, kw_only=True):
         members: Replicas that take part.
         lost: Replicas that failed.
         restarted: Replicas whose agent joined as a new incarnation since the sync began.
+        joining: Replicas that are new, beside others: they joined since the sync began, or had not settled by then.
         differing: Replicas that loaded other bytes than the others. A restart of their agents does not change that.
         holding: Replicas for which these weights were committed before the sync began.
         reports: Of the phases that have ended.
@@ -172,6 +173,7 @@ class Sync(Struct, frozen=True, kw_only=True):
     members: frozenset[Count] = frozenset()
     lost: frozenset[Count] = frozenset()
     restarted: frozenset[Count] = frozenset()
+    joining: frozenset[Count] = frozenset()
     differing: frozenset[Count] = frozenset()
     holding: frozenset[Count] = frozenset()
     reports: tuple[Report, ...] = ()
@@ -279,12 +281,12 @@ def member_at(state: CoordinatorState, peer: str) -> str | None:
     return name if member is not None and member.peer == peer and member.state in ALIVE else None
 
 
-def conclude_missing(command: OpenCommand, agents: Iterable[str], reason: MissingReason, at_us: int) -> OpenCommand:
-    """Return `command`, concluded as missing for those of `agents` that have not answered."""
+def conclude(command: OpenCommand, agents: Iterable[str], conclusion: Conclusion, at_us: int) -> OpenCommand:
+    """Return `command`, concluded for those of `agents` that have not answered."""
     silent = sorted(filter(command.waits_for, agents))
     if not silent:
         return command
-    conclusion, latency_us = Missing(reason), max(0, at_us - command.issued_us)
+    latency_us = max(0, at_us - command.issued_us)
     outcomes = {name: AgentOutcome(agent=name, conclusion=conclusion, latency_us=latency_us) for name in silent}
     return replace(command, outcomes={**command.outcomes, **outcomes})
 

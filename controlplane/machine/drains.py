@@ -1,9 +1,11 @@
 """Replicas that leave the fleet in good order: a drain, from its command to the retirement of its replicas. Pure.
 
 From the moment at which the drain is published its replicas are not served, and no command waits for them or names
-them: neither those that follow, nor those that are open. They are retired once every agent of the fleet has answered
-the drain or is lost, or its time is over. An agent that hears of that ends.
+them: neither those that follow, nor those that are open. They are retired once each of their agents has answered the
+drain or is lost, or its time is over: that of a drain is over soon after its grace. An agent that hears of that ends.
 """
+
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -14,7 +16,7 @@ from controlplane.machine.coordinator_state import (
     CoordinatorState,
     Effects,
     OpenCommand,
-    Sync,
+    conclude,
     member_at,
     send,
 )
@@ -23,6 +25,9 @@ from schemas.commands import Command, Drain, Target
 from schemas.desired import Desired
 from schemas.formatting import format_replicas
 from schemas.identity import ROLLOUT
+from schemas.outcomes import Reason, Skipped
+
+_NOT_TARGETED: Final = Skipped(Reason.NOT_TARGETED)
 
 
 def refused_drain(state: CoordinatorState, command: Command, target: Target) -> str:
@@ -31,7 +36,8 @@ def refused_drain(state: CoordinatorState, command: Command, target: Target) -> 
         return ""
     if not target.replicas:
         return "a drain names the replicas that leave. Nothing was drained"
-    if unknown := target.replicas - _known(state):
+    identities = [member.hello.identity for member in state.members.values() if member.joined]
+    if unknown := target.replicas.difference(place.replica for place in identities if place.role == ROLLOUT):
         return f"this run has no {format_replicas(unknown)}. Nothing was drained"
     leaving = target.replicas & state.draining
     return f"already leaving the fleet: {format_replicas(leaving)}. Nothing was drained" if leaving else ""
@@ -55,25 +61,20 @@ def released(state: CoordinatorState, target: Target) -> CoordinatorState:
     leaving = target.replicas or frozenset()
     agents = {name for name, member in state.members.items() if member.hello.identity.unit in leaving}
     open_commands = (
-        command
+        conclude(command, command.expected - agents, _NOT_TARGETED, command.issued_us)  # they may be busy for long
         if command.record.seq == state.seq
         else replace(command, expected=command.expected - command.waiting.intersection(agents))
         for command in state.open
     )
-    syncs = {key: _without(sync, leaving) for key, sync in state.syncs.items()}
+    syncs = {
+        key: replace(
+            sync, shrunk=True, **{name: getattr(sync, name) - leaving for name in ("members", "lost", "differing")}
+        )
+        for key, sync in state.syncs.items()
+    }
     # Of a replica that changes its mode nothing is desired until it has joined again.
     unseen: dict[int | str, Desired] = {replica: Desired(generation="paused", draining=True) for replica in leaving}
     return replace(state, open=tuple(open_commands), syncs=syncs, desired={**unseen, **state.desired})
-
-
-def _without(sync: Sync, leaving: frozenset[int]) -> Sync:
-    return replace(
-        sync,
-        members=sync.members - leaving,
-        lost=sync.lost - leaving,
-        differing=sync.differing - leaving,
-        shrunk=True,
-    )
 
 
 def retire_drained(state: CoordinatorState, ended: OpenCommand, effects: Effects) -> CoordinatorState:
@@ -83,8 +84,3 @@ def retire_drained(state: CoordinatorState, ended: OpenCommand, effects: Effects
     leaving = (ended.record.envelope.target.replicas or frozenset()) & state.draining
     names = frozenset(name for name, member in state.members.items() if member.hello.identity.unit in leaving)
     return retire(state, names, None, effects) if names else state
-
-
-def _known(state: CoordinatorState) -> frozenset[int]:
-    identities = (member.hello.identity for member in state.members.values() if member.joined)
-    return frozenset(identity.replica for identity in identities if identity.role == ROLLOUT)

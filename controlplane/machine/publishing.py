@@ -113,14 +113,11 @@ def _desired_after(
     desired = {
         unit: desired_after(before, command, target.includes(identity), identity)
         for unit, before in state.desired.items()
-        for identity in (known.get(unit) or _absent_identity(unit),)
+        # Stands for a unit that left in an earlier life of the bus, until it comes back.
+        for absent in (identity_of(unit) if isinstance(unit, str) else Identity(replica=unit, node_rank=0),)
+        for identity in (known.get(unit) or absent,)
     }
     return desired, desired_after(state.default_desired, command, target.replicas is None, UNSEEN)
-
-
-def _absent_identity(unit: int | str) -> Identity:
-    """Stands for a unit that left in an earlier life of the bus, until it comes back."""
-    return identity_of(unit) if isinstance(unit, str) else Identity(replica=unit, node_rank=0)
 
 
 # --- again ------------------------------------------------------------------------------------------------------------

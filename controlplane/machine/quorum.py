@@ -10,6 +10,9 @@ One that served this version before the sync takes part without a change.
 After a load an agent reports a digest of what its engine holds, where the engine can tell. A replica that differs from
 most of its kind and layout has failed, whether or not the trainer announced a digest.
 
+A replica that is new counts for what it has done alone: the default quorum is of the others, and no phase waits for it
+once there is a quorum. It loads what is committed like any that joins, and the report names it as joining.
+
 A replica that is away is left out instead: its agent is lost or was lost before the sync, or has restarted, or its
 engine is down. What is desired of it advances with the fleet, so that it comes back to what was committed meanwhile.
 No phase waits for one once the others meet the quorum. Until it is back, every report names it as unproven.
@@ -28,7 +31,9 @@ from schemas.identity import replica_and_node
 from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing, Reason, Skipped
 from schemas.reports import AgentOutcome, Report, SyncReport
 
-_TAKES_NO_PART: Final = tuple(map(Skipped, (Reason.MODE_NEVER_SYNCS, Reason.NOT_TARGETED, Reason.OBSERVING)))
+JOINING: Final = Skipped(Reason.JOINING)
+_NOT_MEANT: Final = tuple(map(Skipped, (Reason.MODE_NEVER_SYNCS, Reason.NOT_TARGETED, Reason.OBSERVING)))
+_TAKES_NO_PART: Final = (*_NOT_MEANT, JOINING)
 _ALREADY: Final = Skipped(Reason.ALREADY)
 _STALE: Final = Skipped(Reason.STALE_VERSION)
 AWAY: Final = ("absent", "gone", "restarted", "engine_down")
@@ -154,8 +159,9 @@ def _followed(sync: Sync, conclusions: Conclusions) -> frozenset[int]:
 
 
 def _dropped_out(conclusion: Conclusion) -> bool:
-    """Whether a member failed. One that has this version or a newer one, or is away, has not."""
-    return conclusion not in (_ALREADY, _STALE) and not (isinstance(conclusion, Missing) and conclusion.reason in AWAY)
+    """Whether a member failed. One that has this version or a newer one, or is new, or is away, has not."""
+    away = isinstance(conclusion, Missing) and conclusion.reason in AWAY
+    return not away and conclusion not in (_ALREADY, _STALE, JOINING)
 
 
 def _holds_other_bytes(conclusion: Conclusion) -> bool:
@@ -165,7 +171,7 @@ def _holds_other_bytes(conclusion: Conclusion) -> bool:
 def _quorum(sync: Sync) -> int:
     quorum = sync.request.quorum
     if quorum is None:
-        return len(sync.members) // 2 + 1
+        return len(sync.members - sync.joining or sync.members) // 2 + 1
     return max(1, min(quorum, len(sync.members))) if sync.shrunk else quorum
 
 
@@ -179,26 +185,33 @@ def sync_report(
     conclusions = primary_conclusions(sync.reports[-1].outcomes, known)
     committed = status == "committed"
     failed = _those(conclusions, lambda conclusion: isinstance(conclusion, Failed))
-    answered = frozenset(conclusions) - _those(conclusions, lambda conclusion: isinstance(conclusion, Missing))
+    silent = _those(conclusions, lambda conclusion: isinstance(conclusion, Missing) or conclusion == JOINING)
+    answered = frozenset(conclusions) - silent
     loaded = proven = _followed(sync, conclusions) if committed else frozenset[int]()
     if not committed:
         given_up = status == "aborted" and sync.phase != "abort"  # so no agent has answered an abort yet
-        proofs = _TAKES_NO_PART if given_up else (*_TAKES_NO_PART, _ALREADY, _STALE)
+        proofs = _NOT_MEANT if given_up else (*_NOT_MEANT, _ALREADY, _STALE)
         proven = frozenset(
             replica
             for replica, conclusion in conclusions.items()
             if conclusion in proofs or (type(conclusion) is Acted and not given_up)
         )
     # One that has not been seen to pause in this sync and then failed may still be in service.
-    running = failed & _quarantined_by(sync.reports[-1]) - _prepared(sync, known) if committed else failed
+    last = sync.reports[-1].command
+    named = last.quarantine if isinstance(last, WeightSync) else frozenset[int]()
+    running = failed & named - _prepared(sync, known) if committed else failed
     paused = answered - running
     out = (quarantined | sync.lost if committed else quarantined) & paused - loaded
+    unproven = known - proven - out
+    late = frozenset(one for one in unproven & sync.joining if conclusions.get(one, JOINING) == JOINING)
+    joining = late - sync.lost - quarantined
     return SyncReport(
         version=sync.version,
         status=status,
         loaded=tuple(sorted(loaded)),
         quarantined=tuple(sorted(out)),
-        unproven=tuple(sorted(known - proven - out)),
+        unproven=tuple(sorted(unproven - joining)),
+        joining=tuple(sorted(joining)),
         phases=sync.reports,
         reason=sync.failure if status == "aborted" else "",
     )
@@ -207,7 +220,3 @@ def sync_report(
 def _prepared(sync: Sync, known: frozenset[int]) -> frozenset[int]:
     conclusions = primary_conclusions(sync.reports[0].outcomes, known)
     return frozenset(conclusions) - _those(conclusions, lambda conclusion: conclusion != _ALREADY)
-
-
-def _quarantined_by(report: Report) -> frozenset[int]:
-    return report.command.quarantine if isinstance(report.command, WeightSync) else frozenset()

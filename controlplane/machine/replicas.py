@@ -67,6 +67,18 @@ def is_engine_down(member: Member) -> bool:
     return member.state == "live" and is_primary(member) and status is not None and status.tokenizer == "unknown"
 
 
+def is_settled(state: CoordinatorState, member: Member) -> bool:
+    """Return whether the engine has been up at this place with the weights that it should have, or is now."""
+    return member.settled or not (is_engine_down(member) or in_doubt(member, _desired(state, member)))
+
+
+def joining_replicas(state: CoordinatorState, replicas: frozenset[int]) -> frozenset[int]:
+    """Return those of these replicas that are new in a fleet that has others: they have not settled yet."""
+    primaries = (state.members.get(f"{replica}.0") for replica in replicas)
+    settled = {one.hello.identity.replica for one in primaries if one is not None and is_settled(state, one)}
+    return replicas - settled if settled else frozenset()
+
+
 def live_agents(state: CoordinatorState) -> frozenset[str]:
     """Return the agents that owe an answer to each command: those that are live, and whose replicas don't leave."""
     draining = state.draining
@@ -98,7 +110,8 @@ def note_outcomes(state: CoordinatorState, command: Command, outcomes: Iterable[
             sync_acked = acked and not _is_out_after(command, member, _desired(state, member))
         if acked and (aborts or (isinstance(command, EngineCommand) and command.operation in ("resume", "wake"))):
             acked = _runs_after(outcome.conclusion, member)
-        changed[outcome.agent] = replace(member, command_acked=acked, sync_acked=sync_acked)
+        settled = member.settled or sync_acked is True
+        changed[outcome.agent] = replace(member, command_acked=acked, sync_acked=sync_acked, settled=settled)
     return replace(state, members={**state.members, **changed}) if changed else state
 
 

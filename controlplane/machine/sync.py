@@ -33,13 +33,14 @@ from controlplane.machine.coordinator_state import (
     Effects,
     OpenCommand,
     Sync,
-    conclude_missing,
+    conclude,
     with_open,
     with_sync,
     without_sync,
 )
 from controlplane.machine.publishing import oversize, publish
 from controlplane.machine.quorum import (
+    JOINING,
     all_stale,
     may_leave_out,
     primary_conclusions,
@@ -47,7 +48,13 @@ from controlplane.machine.quorum import (
     sync_report,
     with_conclusions,
 )
-from controlplane.machine.replicas import is_engine_down, quarantined_replicas, syncing_replicas, whole_target
+from controlplane.machine.replicas import (
+    is_engine_down,
+    joining_replicas,
+    quarantined_replicas,
+    syncing_replicas,
+    whole_target,
+)
 from controlplane.machine.stops import stopped_replicas
 from controlplane.machine.versions import (
     doubted_label,
@@ -88,8 +95,12 @@ def begin(state: CoordinatorState, event: events.SyncRequested, effects: Effects
         return state
     if (adapter := adapter_of(sync)) is not None:
         state = with_requested(state, adapter)
+        earlier = state.adapters[sync.key].newest_committed > 0
     else:
         state = replace(state, newest_version=max(state.newest_version, sync.version))
+        earlier = any(known.committed for known in state.loaded)
+    if earlier:
+        sync = replace(sync, joining=joining_replicas(state, syncing_replicas(state, request.target)))
     return _prepare(state, sync, event, effects)
 
 
@@ -235,7 +246,7 @@ def on_send_failed(state: CoordinatorState, event: events.SendFailed, effects: E
     command = _open_phase(state, sync)
     if command is None:
         return state
-    return with_open(state, conclude_missing(command, command.waiting, "not_sent", event.at_us))
+    return with_open(state, conclude(command, command.waiting, Missing("not_sent"), event.at_us))
 
 
 def on_time(state: CoordinatorState, event: events.TimerFired, effects: Effects) -> CoordinatorState:
@@ -258,11 +269,13 @@ def abort_at_close(state: CoordinatorState, sync: Sync, event: events.Closed, ef
     """Abort a sync with the last command of a bus, so that the fleet resumes without waiting for its lease."""
     reason = f"the bus was closed in the {sync.shown_phase} phase of the sync to version {sync.version}; it was aborted"
     effects.append(events.Refuse(ticket=sync.request.ticket, kind="closed", reason=reason))
-    return _abort_unreported(state, sync, event, effects)
+    return publish(state, _command(sync, "abort"), sync.request.target, sync.request.timeout_ms, event, effects)
 
 
 def conclude_down_engines(state: CoordinatorState, at_us: int) -> CoordinatorState:
-    """End the phase of each sync for agents whose engines are known to be down or stuck, if it waits for no others."""
+    """End the phase of each sync for agents that are new, or whose engines are known to be down or stuck, if it waits
+    for no others.
+    """
     for sync in state.syncs.values():
         state = _conclude_down_engines(state, sync, at_us)
     return state
@@ -272,32 +285,30 @@ def _conclude_down_engines(state: CoordinatorState, sync: Sync, at_us: int) -> C
     command = _open_phase(state, sync)
     if command is None or command.ended:
         return state
-    stuck, down = set[str](), set[str]()
+    stuck, new, down = set[str](), set[str](), set[str]()
     for name in filter(command.waits_for, command.expected):
         if sync.stuck and sync.phase != "load" and _replica(state, name) in sync.stuck:
             stuck.add(name)
+        elif sync.request.on_unreachable != "wait" and _replica(state, name) in sync.joining:
+            new.add(name)
         elif sync.request.on_unreachable != "wait" and is_engine_down(state.members[name]):
             down.add(name)
         else:
             return state  # the usual case, and most often one of the first shows it
     replicas = frozenset(_replica(state, name) for name in sorted(down))
     known = syncing_replicas(state, sync.request.target)
-    if down and not may_leave_out(sync, command.all_outcomes, replicas, known):
+    if (down or new) and not may_leave_out(sync, command.all_outcomes, replicas, known):
         return state
-    ended = conclude_missing(command, down, "engine_down", at_us)
-    return with_open(state, conclude_missing(ended, stuck, "not_sent", at_us))
+    ended = conclude(command, down, Missing("engine_down"), at_us)
+    ended = conclude(ended, new, JOINING, at_us)
+    return with_open(state, conclude(ended, stuck, Missing("not_sent"), at_us))
 
 
 def _give_up(state: CoordinatorState, sync: Sync, event: events.CoordinatorEvent, effects: Effects) -> CoordinatorState:
     """Abort, and report at once: engines that still wait for what is sent are not waited for."""
-    state = _abort_unreported(without_sync(state, sync), sync, event, effects)
+    state, request = without_sync(state, sync), sync.request
+    state = publish(state, _command(sync, "abort"), request.target, request.timeout_ms, event, effects)
     return _end(state, sync, "aborted", effects)
-
-
-def _abort_unreported(
-    state: CoordinatorState, sync: Sync, event: events.CoordinatorEvent, effects: Effects
-) -> CoordinatorState:
-    return publish(state, _command(sync, "abort"), sync.request.target, sync.request.timeout_ms, event, effects)
 
 
 def _sending(state: CoordinatorState, ticket: int) -> Sync | None:

@@ -60,7 +60,9 @@ def refused_version(state: CoordinatorState, sync: Sync) -> str:
     wanted = weights_of(sync)
     if known == wanted:
         return ""
-    differs = _named(known.source) if known.source != wanted.source else "another manifest"
+    source = known.source
+    differs = source.path if isinstance(source, Checkpoint) else f"another {type(source).__name__.lower()}"
+    differs = differs if source != wanted.source else "another manifest"
     return f"version {version} was used before: engines may have loaded it from {differs}. {advice}"
 
 
@@ -133,7 +135,3 @@ def holding_replicas(state: CoordinatorState, sync: Sync) -> frozenset[int]:
 
 def _units(state: CoordinatorState, sync: Sync) -> frozenset[int]:
     return syncing_replicas(state, sync.request.target) & state.desired.keys()
-
-
-def _named(source: Source) -> str:
-    return source.path if isinstance(source, Checkpoint) else f"another {type(source).__name__.lower()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from controlplane.machine.events import Retired
@@ -13,6 +14,19 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import World
     from tests.simulation.promises import Promises
     from tests.simulation.slot import Slot
+
+
+@dataclass
+class Newcomers:
+    """What shows that a replica is new.
+
+    Attributes:
+        arrived: Agents, each with the seq at which one first joined at its place.
+        followed: Replicas that a report of this life of the bus has named as loaded since they arrived.
+    """
+
+    arrived: dict[str, int] = field(default_factory=dict)
+    followed: set[int] = field(default_factory=set)
 
 
 def drain(world: World, slot: Slot) -> None:
@@ -50,8 +64,9 @@ def begins(promises: Promises, seq: int) -> None:
     promises.leaving |= leaving
     names = frozenset(name for name in promises.known if promises.world.slot(name).identity.unit in leaving)
     for at, published in promises.log.items():
-        if at != seq:
-            published.may_lack |= names
+        published.may_lack |= (
+            names if at != seq else promises.known.keys() - names
+        )  # the bus knows that it is not theirs
 
 
 def until(promises: Promises, place: Identity, seq: int) -> int:
@@ -89,11 +104,15 @@ def retire(promises: Promises, effect: Retired) -> str:
         promises.identities.pop(name, None)
         promises.retired[name] = _incarnation(promises.peers.pop(name, "")) or promises.retired.get(name, "")
         promises.joined.pop(name, None)
+        promises.newcomers.arrived.pop(name, None)
     promises.ever_retired.update(effect.agents)
     known = {slot(name).identity.unit for name in promises.known}
     gone = {slot(name).identity.unit for name in effect.agents} - known
     gone |= {unit for unit, place in _first_nodes(promises).items() if place.syncs != before[unit].syncs}
     promises.leaving -= gone
+    promises.newcomers.followed -= {
+        slot(name).identity.replica for name in effect.agents if slot(name).identity.node_rank == 0
+    }
     promises.begun_anew.update(dict.fromkeys(gone, promises.head))
     return f"{wrong} were retired and are running" if wrong else ""
 

@@ -155,6 +155,7 @@ class Promises:
         self.leaving: set[int | str] = set()  # units that are drained
         self.begun_anew: dict[int | str, int] = {}  # units that began as new ones do, each with the seq of then
         self.restarts: dict[int | str, list[int]] = {}  # of the agents of replicas, each with the seq of then
+        self.newcomers = leaving.Newcomers()
         self.ever_retired: set[str] = set()  # also by what the log has lost
         self.concluded: dict[tuple[int, int], Report] = {}
         self.learned: set[tuple[str, int, int]] = set()
@@ -417,7 +418,7 @@ class Promises:
                 self.judge("I2 proof", verdicts.compared(self, before, self.log[effect.seq].command))
                 self.judge("P12 adapters", adapter_verdicts.quorum(self, before, self.log[effect.seq]))
             elif isinstance(effect, Conclude) and isinstance(effect.report, Report):
-                self.judge("P3 answer", verdicts.waited(before, state, effect.report))
+                self.judge("P3 answer", verdicts.waited(self, before, state, effect.report))
                 self._concluded(bus, effect.report)
             elif isinstance(effect, Conclude) and isinstance(effect.report, SyncReport):
                 self.judge("P11 true", verdicts.report(self, bus, effect.report))
@@ -445,7 +446,7 @@ class Promises:
     def _follow(self, event: CoordinatorEvent, effects: tuple[CoordinatorEffect, ...]) -> None:
         """Who is known and who is live, by what the bus was told and what it sent."""
         if isinstance(event, Opened):
-            self.known = dict.fromkeys(self.known, False)
+            self.known, self.newcomers.followed = dict.fromkeys(self.known, False), set()
             self.identities = {name: self.identities[name] for name in self.known}
         elif isinstance(event, PeerLost) and self.peers.get(agent_of(event.peer)) == event.peer:
             self._leaves(agent_of(event.peer))
@@ -467,6 +468,7 @@ class Promises:
                     self.begun_anew[unit] = self.head  # what was for some replicas, this one among them, is not kept
                 if name == f"{unit}.0" and self.joined.get(name) != incarnation:
                     self.restarts.setdefault(unit, []).append(self.head)
+                self.newcomers.arrived.setdefault(name, self.head)
                 self.known[name], self.joined[name], self.since[name] = True, incarnation, self.world.now
                 self.retired.pop(name, None)
 
@@ -531,8 +533,7 @@ class Promises:
         names = [line.agent for line in report.outcomes]
         wrong = (frozenset(names) ^ (published.live | published.away)) - published.may_lack
         if len(names) != len(set(names)) or wrong:
-            known = sorted(published.live | published.away)
-            self.broken("P3 answer", f"command {report.seq} was for {known}, concluded for {names}")
+            self.broken("P3 answer", f"command {report.seq} was for {published.live | published.away}, not {names}")
         missing = {line.agent: line.conclusion for line in report.outcomes if isinstance(line.conclusion, Missing)}
         absent = {agent for agent, conclusion in missing.items() if conclusion.reason == "absent"}
         if absent - published.may_lack != published.away - published.may_lack:
@@ -541,7 +542,7 @@ class Promises:
             self.broken("P3 answer", f"command {report.seq} was concluded after its deadline")
         for line in (line for line in report.outcomes if not isinstance(line.conclusion, Missing)):
             given = self.world.slot(line.agent).ledger.answered.get(key, [])
-            if not verdicts.was_given(line.conclusion, given):
+            if not verdicts.was_given(report.command, line.conclusion, given):
                 self.broken("P3 answer", f"{line.agent} never gave the answer concluded for {report.seq}")
 
     # --- a log that lost its tail -------------------------------------------------------------------------------------
@@ -554,6 +555,7 @@ class Promises:
         self.concluded = {key: report for key, report in self.concluded.items() if self.concluded_at[key] < left}
         self.known, self.peers, self.joined, self.retired, self.leaving = {}, {}, {}, {}, set()
         self.head, self.begun_anew, self.identities, self.restarts = 0, {}, {}, {}
+        self.newcomers = leaving.Newcomers()
         self.world.files.let_go.clear()  # which of them the log still lets go is another question
         for event, encoded in self.world.log.records:
             effects = effects_decoder.decode(encoded)

@@ -32,8 +32,8 @@ class Guard(NamedTuple):
 GUARDS = {
     "quorum": Guard(
         "controlplane/machine/quorum.py",
-        "len(sync.members) // 2 + 1",
-        "len(sync.members) // 2",
+        "len(sync.members - sync.joining or sync.members) // 2 + 1",
+        "len(sync.members - sync.joining or sync.members) // 2",
         1,
     ),
     "absent waits": Guard(

@@ -85,12 +85,15 @@ def report(promises: Promises, bus: Bus, told: SyncReport) -> str:
     members = (place for unit, place in firsts.items() if unit in joined and target.includes(place))
     known = {place.replica for place in members if syncs(place)}
     known -= {unit for unit in promises.leaving if isinstance(unit, int)}
-    if leaving := promises.leaving & {*told.quarantined, *told.unproven}:
+    if leaving := promises.leaving & {*told.quarantined, *told.unproven, *told.joining}:
         return f"the report of v{told.version} names {leaving}, which leaves the fleet"
     if wrong := failed_for_one_that_leaves(promises, told, known):
         return wrong
     ends = isinstance(last.command, WeightSync | AdapterSync) and last.command.phase in ("commit", "abort")
-    named = {*told.quarantined, *told.unproven}
+    if old := promises.newcomers.followed & set(told.joining):
+        return f"the report of v{told.version} calls {old} joining, which followed a sync before"
+    promises.newcomers.followed |= {replica for replica in told.loaded if not told.adapter}
+    named = {*told.quarantined, *told.unproven, *told.joining}
     for replica in known - named:
         given = promises.world.slot(f"{replica}.0").ledger.answered.get((last.origin, last.seq), [])
         proves = followed if ends else (lambda outcome: outcome in _TAKES_NO_PART)
@@ -119,7 +122,7 @@ def _wrongly_named(bus: Bus, told: SyncReport, known: set[int]) -> str:
             return f"the report of v{told.version}, aborted, calls replica {replica} quarantined, and it is not"
     if told.status == "committed" and isinstance(last.command, WeightSync):
         conclusions = dict(primaries(last))
-        for replica in set(told.unproven) - last.command.quarantine:
+        for replica in {*told.unproven, *told.joining} - last.command.quarantine:
             if followed(conclusions.get(replica)):
                 return f"the report of v{told.version} calls replica {replica} unproven, and it followed"
         for replica in set(told.quarantined) - last.command.quarantine:
@@ -164,11 +167,30 @@ def quorum(promises: Promises, bus: Bus, before: CoordinatorState) -> str:
     return ""
 
 
-def was_given(conclusion: Conclusion, given: list[Outcome]) -> bool:
-    """Whether an agent has given the answer that was concluded for it. Only the bus knows that digests differ."""
+def _waited_for_new(promises: Promises, before: CoordinatorState, concluded: Report) -> str:
+    """No phase waits until its deadline for replicas that have arrived since the sync began, where all others followed
+    and are enough.
+    """
+    sync = before.sync
+    if sync is None or sync.seq != concluded.seq or sync.request.on_unreachable == "wait":
+        return ""
+    began = min((report.seq for report in sync.reports), default=sync.seq)
+    late = {replica for replica, conclusion in primaries(concluded) if conclusion == Missing("deadline")}
+    others = [conclusion for replica, conclusion in primaries(concluded) if replica not in late]
+    new = {replica for replica in late if promises.newcomers.arrived.get(f"{replica}.0", 0) >= began}
+    enough = len(others) >= max(1, sync.request.quorum or 1) and all(map(followed, others))
+    return f"the sync to v{sync.version} waited for {new}, which are new" if late and late == new and enough else ""
+
+
+def was_given(command: Command | UnknownCommand, conclusion: Conclusion, given: list[Outcome]) -> bool:
+    """Whether an agent has given the answer that was concluded for it. Only the bus knows that digests differ, that it
+    went on without one that is new, and which agents a drain is for.
+    """
     differs = isinstance(conclusion, Failed) and conclusion.error is ErrorKind.DIGEST_MISMATCH
     acted = any(isinstance(answer, Acted) for answer in given)
-    return isinstance(conclusion, Missing) or conclusion in given or (differs and acted)
+    known = Reason.NOT_TARGETED if isinstance(command, Drain) else Reason.JOINING
+    said = conclusion == Skipped(known) or conclusion in given
+    return isinstance(conclusion, Missing) or said or (differs and acted)
 
 
 def compared(promises: Promises, before: CoordinatorState, command: object) -> str:
@@ -243,7 +265,7 @@ def _is_phase(published: Published, phase: str, version: int) -> bool:
     return isinstance(command, WeightSync) and (command.phase, command.version) == (phase, version)
 
 
-def waited(before: CoordinatorState, after: CoordinatorState, concluded: Report) -> str:
+def waited(promises: Promises, before: CoordinatorState, after: CoordinatorState, concluded: Report) -> str:
     """No phase leaves out replicas whose engines are down if it was to wait for them, or if they have acted since."""
     sync = before.sync
     if sync is None or sync.seq != concluded.seq:
@@ -261,7 +283,7 @@ def waited(before: CoordinatorState, after: CoordinatorState, concluded: Report)
         member = after.members.get(agent)
         if agent in left and member is not None and member.status and member.seq - member.status.queued < seq:
             return f"the sync to v{sync.version} leaves out {agent}, which has done what seq {seq} asked for"
-    return ""
+    return _waited_for_new(promises, before, concluded)
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------

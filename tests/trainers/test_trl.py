@@ -1,5 +1,6 @@
 """The real TRL, unmodified, on two real vLLM servers that their agents launched, on the CPU."""
 
+import itertools
 import json
 import os
 import re
@@ -19,7 +20,9 @@ from controlplane.cli.replay_log import replay_log
 from controlplane.record.log import RunLog
 from controlplane.replay.recorded_run import RecordedRun
 from controlplane.report.collect import collect
+from schemas.commands import Drain
 from schemas.events import CheckAdapter, LoadAdapter, Perform, UnloadAdapter
+from schemas.outcomes import Acted
 from tests.engines.servers import free_port
 from tests.environments import python
 from tests.running import ROOT, environment
@@ -30,6 +33,7 @@ pytestmark = [pytest.mark.trainer_trl, pytest.mark.timeout(900)]
 DEMO: Final = ROOT / "docs" / "examples" / "grpo_vllm.py"
 ASYNC: Final = Path(__file__).parent / "async_grpo.py"
 REFUSALS: Final = Path(__file__).parent / "trl_refusals.py"
+SCALED: Final = Path(__file__).parent / "scaled_grpo.py"
 
 SAME: Final = 1e-4
 """Logprobs of vLLM and of the trainer, both in float32, for the same weights: 1e-6 to 4e-6 in all steps of ten runs."""
@@ -149,6 +153,27 @@ def test_a_game_day_of_the_demo_is_lived_through_and_judged(tmp_path: Path) -> N
     assert repair.startswith("time to repair: median ") and end == "3 faults: all promises held"
     assert max(float(gap) for *_, gap in STEP.findall(output)) < SAME
     check_log(log)
+
+
+def test_a_fleet_is_scaled_from_two_to_three_to_one_to_two_and_no_step_fails(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    with program(SCALED, out) as process:
+        output, _ = process.communicate(timeout=800)
+    assert process.returncode == 0, output[-6000:]
+    result = json.loads((out / "result.json").read_text())
+    steps, asked = result["steps"], [tuple(step["asked"]) for step in result["steps"]]
+    assert [size for size, _ in itertools.groupby(asked)] == [(0, 1), (0, 1, 2), (0,), (0, 1)]
+    assert all(set(step["asked"]) <= set(step["served"]) for step in steps), "one was asked that did not serve"
+    assert max(step["gap"] for step in steps) < SAME
+    assert [step["sync"][:2] for step in steps] == [[version, "committed"] for version in range(1, len(steps) + 1)]
+    assert not any(step["sync"][3] or step["unproven"] for step in steps), "a sync failed for one that joins or leaves"
+    assert result["ended"] == [0, 0, 0] and result["serving"] == [0, 1]
+    drains = [report for report in RecordedRun(out / "run.db").reports.values() if isinstance(report.command, Drain)]
+    left = [outcome.conclusion for report in drains for outcome in report.outcomes if outcome.agent in report.acted]
+    assert left == [Acted(calls=("await_idle", "pause"))] * 2, "a request was cut short"
+    assert processes_of(out) == []
+    check_log(out / "run.db")
 
 
 def test_ctrl_c_ends_the_demo_with_all_that_it_started(tmp_path: Path) -> None:

@@ -55,13 +55,13 @@ class Growing:
             engine.released.set()
         self._join(self.old)
         self.plane.wait_for_agents(2, timeout=60).wait()
-        self._sync(1).wait(60).raise_for_failures()
+        self.sync(1).wait(60).raise_for_failures()
         for engine in self.old.values():
             engine.released.clear()
-        self.ticket = self._sync(2)
+        self.ticket = self.sync(2)
         wait_until(lambda: all(engine.loading == [1, 2] for engine in self.old.values()))
 
-    def _sync(self, version: int) -> Ticket[SyncReport]:
+    def sync(self, version: int) -> Ticket[SyncReport]:
         return self.plane.sync_weights(version, Checkpoint(f"v{version}"), manifest=MANIFEST, timeout=600)
 
     def _join(self, engines: dict[int, HeldUp]) -> None:
@@ -101,24 +101,34 @@ def test_replicas_whose_engines_launch_hold_up_no_sync_and_load_its_version_alon
     fleet.grow()
     release(fleet.old)
     report = fleet.ticket.wait(60)
-    report.raise_unless_committed()
-    assert (report.loaded, report.quarantined, report.unproven) == (OLD, (), NEW)
+    report.raise_for_failures()
+    assert (report.loaded, report.quarantined, report.joining) == (OLD, (), NEW)
     assert fleet.plane.serving() == {0: 2, 1: 2}
     release(fleet.new)
     wait_until(lambda: fleet.plane.serving() == dict.fromkeys((*OLD, *NEW), 2))
     assert [engine.loading for engine in fleet.new.values()] == [[2]] * 10, "no version in between"
 
 
-def test_replicas_that_are_up_load_what_the_others_load_and_hold_up_none_of_them(fleet: Growing) -> None:
+def test_replicas_that_are_up_load_what_the_others_load_and_hold_up_neither_them_nor_the_sync(fleet: Growing) -> None:
     for engine in fleet.new.values():
         engine.launched.set()
     fleet.grow()
     wait_until(lambda: all(engine.loading == [2] for engine in fleet.new.values()))
     release(fleet.old)
-    wait_until(lambda: fleet.plane.serving() == {0: 2, 1: 2})
-    release(fleet.new)
     report = fleet.ticket.wait(60)
     report.raise_for_failures()
-    assert report.loaded == (*OLD, *NEW)
-    assert fleet.plane.serving() == dict.fromkeys((*OLD, *NEW), 2)
-    assert [engine.loading for engine in fleet.new.values()] == [[2]] * 10
+    assert (report.loaded, report.quarantined, report.joining) == (OLD, (), NEW)
+    assert fleet.plane.serving() == {0: 2, 1: 2}
+    report = fleet.sync(3).wait(60)  # they still load version 2
+    report.raise_for_failures()
+    assert (report.loaded, report.joining) == (OLD, NEW)
+    release(fleet.new)
+    wait_until(lambda: fleet.plane.serving() == dict.fromkeys((*OLD, *NEW), 3))
+    assert [engine.loading for engine in fleet.new.values()] == [[2, 3]] * 10
+
+
+def test_a_drain_waits_for_no_replica_but_its_own(fleet: Growing) -> None:
+    release({1: fleet.old[1]})
+    report = fleet.plane.drain(1, grace=0).wait(60)
+    report.raise_for_failures()
+    assert report.acted == ("1.0",) and fleet.live == ["0.0"], "replica 0 still loads"

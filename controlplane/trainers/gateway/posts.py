@@ -423,7 +423,8 @@ def verdicts(report: SyncReport) -> dict[str, dict[str, str]]:
         place = replica_and_node(line.agent)
         if place is not None and place[1] == 0 and isinstance(command, WeightSync):
             workers.setdefault(place[0], {})[command.phase] = format_outcome(line.conclusion)
-    ends = {"committed": report.loaded, "quarantined": report.quarantined, "unproven": report.unproven}
+    ends = {"committed": report.loaded}
+    ends |= {"quarantined": report.quarantined, "unproven": report.unproven, "joining": report.joining}
     return {
         str(replica): {"verdict": next((end for end in ends if replica in ends[end]), "unchanged"), **phases}
         for replica, phases in sorted(workers.items())
