@@ -4,9 +4,9 @@ The bus's clock is the wall clock of the trainer's machine; every record of a lo
 its monotonic clock in whole milliseconds; its engine's traces carry the wall clock of its node.
 
 Theory of operation. Agents measure their clocks against the bus's with their heartbeats and report each new estimate
-(`schemas.reports.Clock`). A moment is placed by the better one of the two around it. An incarnation that never
-reported one, since it ended within seconds, is placed by when the bus received its records, which is up to some hundred
-milliseconds late. Traces of its node keep their own times.
+(`schemas.reports.Clock`). A moment is placed by the estimates around it that agree with each other. An incarnation that
+never reported an estimate, since it ended within seconds, is placed by when the bus received its records, which is up
+to some hundred milliseconds late. Traces of its node keep their own times.
 """
 
 from bisect import bisect
@@ -39,6 +39,14 @@ class OffsetEstimate(NamedTuple):
     offset_ns: int
     error_ns: int
 
+    def grown_error_ns(self, at_ns: int) -> int:
+        """Return the error at another moment: it grows by the drift."""
+        return self.error_ns + abs(at_ns - self.at_ns) * DRIFT_PPM // 1_000_000
+
+    def agrees_with(self, other: "OffsetEstimate") -> bool:
+        """Whether both can be true of clocks that only drift."""
+        return abs(self.offset_ns - other.offset_ns) <= self.grown_error_ns(other.at_ns) + other.error_ns
+
 
 class AgentClock:
     """The two clocks of one incarnation of an agent.
@@ -66,11 +74,11 @@ class AgentClock:
 
     def monotonic(self, at_ms: int) -> Offset:
         """Return the offset of the agent's monotonic clock, at a moment of that clock."""
-        return _offset(self._monotonic, at_ms * MS) if self._monotonic else Offset(self._most_ns or 0, None)
+        return _interpolate(self._monotonic, at_ms * MS) if self._monotonic else Offset(self._most_ns or 0, None)
 
     def wall(self, bus_ns: int) -> Offset:
         """Return the offset of the node's wall clock, at a moment of the bus's clock."""
-        return _offset(self._wall, bus_ns) if self._wall else Offset(0, None)
+        return _interpolate(self._wall, bus_ns) if self._wall else Offset(0, None)
 
     def add(self, clock: Clock) -> None:
         """Add an estimate. One that was reported before is ignored."""
@@ -85,11 +93,21 @@ class AgentClock:
         self._most_ns = most if self._most_ns is None else min(self._most_ns, most)
 
 
-def _offset(estimates: Sequence[OffsetEstimate], at_ns: int) -> Offset:
-    """The offset at a moment, by that estimate next to it, before or after, whose error is the smaller one there."""
+def _interpolate(estimates: Sequence[OffsetEstimate], at_ns: int) -> Offset:
+    """The offset at a moment: what the two estimates before it and the two after it agree on.
+
+    An estimate that contradicts the nearer one on its side dates from before a clock was set, or from after.
+    """
     at = bisect(estimates, at_ns, key=lambda estimate: estimate.at_ns)
-    around = estimates[max(0, at - 1) : at + 1]
-    error_ns, offset_ns = min(
-        (each.error_ns + abs(at_ns - each.at_ns) * DRIFT_PPM // 1_000_000, each.offset_ns) for each in around
-    )
-    return Offset(offset_ns, error_ns)
+    around = [estimate for estimate in estimates[max(0, at - 2) : at] if estimate.agrees_with(estimates[at - 1])]
+    around += [estimate for estimate in estimates[at : at + 2] if estimate.agrees_with(estimates[at])]
+    least = max(estimate.offset_ns - estimate.grown_error_ns(at_ns) for estimate in around)
+    most = min(estimate.offset_ns + estimate.grown_error_ns(at_ns) for estimate in around)
+    if least <= most:
+        return Offset((least + most) // 2, (most - least + 1) // 2)
+    # The two sides contradict each other: the clock drifts faster than assumed, or was set. A straight line is exact
+    # for drift, and wrong by at most one step for a clock that was set.
+    before, after = estimates[max(0, at - 1)], estimates[min(at, len(estimates) - 1)]
+    step_ns = after.offset_ns - before.offset_ns
+    part_ns = step_ns * (at_ns - before.at_ns) // max(1, after.at_ns - before.at_ns)
+    return Offset(before.offset_ns + part_ns, max(before.error_ns, after.error_ns) + abs(step_ns))

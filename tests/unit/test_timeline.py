@@ -115,6 +115,15 @@ def test_decisions_are_placed_on_the_clock_of_the_bus(written: Written, offset_n
     assert read(Path(drawn.path))["baseTimeNanoseconds"] == START_NS + 1 * MS
 
 
+def test_contradicting_estimates_are_interpolated(written: Written) -> None:
+    drifted = structs.replace(written.clock(60_000), offset_ns=6 * MS)  # a hundred ppm, much more than clocks do
+    peer = written.joins(PRIMARY, clocks=(written.clock(0), drifted))
+    written.commands(peer, 20_000, 400, FLUSHED)
+    _, events = checked_timeline(written.close())
+    (decided,) = slices(events, "agent 0.0", "commands")
+    assert abs(decided["ts"] - (20_099_000 + 2_010)) < 1  # 6 ms in 60 s make 2.01 ms in 20.1 s
+
+
 def test_an_estimate_from_before_a_clock_was_set_is_not_used_after(written: Written) -> None:
     """In ten minutes, clocks may drift by more than the step of this one."""
     was_set = structs.replace(written.clock(60_000), offset_ns=6 * MS)
