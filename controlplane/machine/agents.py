@@ -300,9 +300,7 @@ def retire(state: CoordinatorState, agents: frozenset[str], ticket: int | None, 
     members = {name: member for name, member in state.members.items() if name not in gone}
     gone_units = {member.hello.identity.unit for member in gone.values()}
     gone_units -= {member.hello.identity.unit for member in members.values() if member.joined}
-    left = identities(
-        replace(state, members=members)
-    )  # one whose new first node syncs, or no more, begins anew as well
+    left = identities(replace(state, members=members))  # where a new first node syncs, or no more, all begins anew
     gone_units |= {unit for unit, place in identities(state).items() if left.get(unit, place).syncs != place.syncs}
     effects.append(events.Retired(ticket=ticket, agents=tuple(sorted(agents, key=agent_order))))
     for name, member in gone.items():
