@@ -21,7 +21,8 @@ from schemas.config import BusConfig
 from schemas.errors import ConfigError
 from schemas.formatting import agent_order
 from schemas.identity import ROLLOUT, Identity, agent_of, identity_of
-from schemas.reports import SyncReport
+from schemas.outcomes import Missing
+from schemas.reports import Report, SyncReport
 from schemas.wire import decode_command
 from workers.machine.decide import decide
 from workers.machine.state import Activity, AgentState, EngineState, call_name
@@ -95,6 +96,7 @@ class _Fitted:
         self._lives: dict[str, str] = {}
         self._lost_us: dict[str, int] = {}  # by agent: when it was cut off or ended, as the bus saw it
         self._ended_by_us: dict[str, int] = {}  # by agent: the same of an earlier incarnation
+        self._answered_us: dict[str, int] = {}  # by agent: when the last command that it had answered was over
         self._joined_us: dict[str, int] = {}
         self._heard_us: dict[str, int] = {}  # by agent: its last decision
         self._down_us: dict[str, int] = {}  # by agent: since when its engine does not answer
@@ -124,6 +126,9 @@ class _Fitted:
             elif isinstance(effect, bus_events.Conclude) and isinstance(effect.report, SyncReport):
                 self._ended_us = event.at_us
                 self._parts.append((event.at_us, self._tried, "step"))
+            elif isinstance(effect, bus_events.Conclude) and isinstance(effect.report, Report):
+                answered = (line.agent for line in effect.report.outcomes if not isinstance(line.conclusion, Missing))
+                self._answered_us.update(dict.fromkeys(answered, event.at_us))
 
     def _add_connection(self, event: bus_events.HelloReceived | bus_events.PeerLost | bus_events.JoinReceived) -> None:
         half_us = self._bus["agent_timeout_ms"] * 500  # what was silent for less than all of it, was for half of it
@@ -131,12 +136,14 @@ class _Fitted:
             case bus_events.HelloReceived(hello=hello):
                 name = hello.identity.agent
                 if self._lives.setdefault(name, hello.incarnation) != hello.incarnation:
-                    self._ended_by_us[name] = self._lost_us.pop(name, event.at_us - half_us)
+                    ended_us = self._lost_us.pop(name, event.at_us - half_us)
+                    self._ended_by_us[name] = max(ended_us, self._answered_us.get(name, 0))
                 self._places[name], self._lives[name] = hello.identity, hello.incarnation
             case bus_events.PeerLost(peer=peer, reason="silent"):
                 self._lost_us.setdefault(agent_of(peer), event.at_us - 2 * half_us)
             case bus_events.PeerLost(peer=peer, reason="unreachable"):
-                self._lost_us.setdefault(agent_of(peer), event.at_us - half_us)
+                since_us = max(event.at_us - half_us, self._answered_us.get(agent_of(peer), 0))
+                self._lost_us.setdefault(agent_of(peer), since_us)
             case bus_events.JoinReceived(peer=peer):
                 self._joined_us[agent_of(peer)] = event.at_us
                 if self._gathers:
