@@ -262,7 +262,7 @@ class FleetHistory:
     def _back(self, member: Member, desired: Desired, restarted: bool) -> str:
         """Why a replica that was out of service no longer is; empty if it is."""
         status = member.status
-        if desired.quarantined:
+        if desired.quarantined or member.state != "live":
             return ""
         if restarted:
             return "its agent restarted"
