@@ -64,23 +64,13 @@ GUARDS = {
         "workers/machine/reconcile.py",
         "return (Observe(),) if alone and calls and calls[0] is not state.deferred_finish else calls",
         "return calls",
-        859,
+        1138,
     ),
     "taken over": Guard(
         "workers/machine/decide.py",
         "if state.bus_lost and activity.trigger is None and taken_over(state.engine, call, engine, state.desired):",
         "if False:",
         2024,
-    ),
-    "joined again": Guard(
-        "controlplane/machine/replicas.py",
-        """if member is None or member.state != "live" or not is_primary(member) or _says_nothing(outcome.conclusion):
-            continue
-        acked, sync_acked""",
-        """if member is None or not is_primary(member) or _says_nothing(outcome.conclusion):
-            continue
-        acked, sync_acked""",
-        9161,
     ),
     "broadcast once": Guard(
         "workers/machine/reconcile.py",
@@ -182,7 +172,7 @@ GUARDS = {
         "controlplane/machine/provenance.py",
         "held = bool(holders) if replica is None else _is_in(holders, replica)",
         "held = True",
-        4,
+        19,
     ),
     "samples of a launch under a label": Guard(
         "controlplane/machine/provenance.py",
@@ -200,13 +190,13 @@ GUARDS = {
         "workers/machine/observe.py",
         "launch = _torn(launch) if launch.version or launch.label_changed else launch",
         "pass",
-        21,
+        419,
     ),
     "samples of an aborted sync": Guard(
         "controlplane/machine/provenance.py",
         'return "unproven" if open_ else "aborted"',
         'return "proven"',
-        26,
+        87,
     ),
 }
 
