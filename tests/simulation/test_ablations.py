@@ -401,7 +401,7 @@ ABLATIONS = {
     "control dialled anew": Ablation(Mechanisms(redial_control=False), "convergence", first=39),
     # A half-open subscription: commands come only while they are retransmitted, and nothing shows that the last one was
     # lost.
-    "subscription dialled anew": Ablation(Mechanisms(redial_subscription=False), "convergence", first=101),
+    "subscription dialled anew": Ablation(Mechanisms(redial_subscription=False), "convergence", first=745),
 }
 
 

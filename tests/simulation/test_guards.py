@@ -90,12 +90,6 @@ GUARDS = {
         "source = wanted.source if load_commanded else durable_source(wanted.source)",
         24,
     ),
-    "same snapshot": Guard(
-        "workers/machine/decide.py",
-        "event.epoch == state.snapshot_epoch and event.seq < state.seq",
-        "event.epoch == state.snapshot_epoch and event.seq <= state.seq",
-        661,
-    ),
     "agents end first": Guard(
         "controlplane/machine/publishing.py",
         "ttl_ms = timeout_ms - min(1000, timeout_ms // 10)",
@@ -118,7 +112,7 @@ GUARDS = {
         "workers/machine/observe.py",
         "return replace(_torn(engine), stale_adapters=frozenset(engine.adapters))",
         "return _torn(engine)",
-        47,
+        45,
     ),
     "drained": Guard(
         "workers/machine/lora.py",
