@@ -52,7 +52,7 @@ GUARDS = {
         "workers/driver.py",
         "with CancelScope(shield=True):",
         "with CancelScope(shield=False):",
-        20,
+        21,
     ),
     "an observation gives way": Guard(
         "workers/driver.py",
