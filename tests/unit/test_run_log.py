@@ -1,5 +1,7 @@
 """The run's log: what it accepts from agents, how it is continued, and how one with holes is replayed."""
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -109,6 +111,19 @@ def test_a_log_can_be_read_while_it_is_written(tmp_path: Path) -> None:
         assert log.pending == 1 and list(RunLog.read(tmp_path / "run.db")) == []
         log.commit()
         assert [entry.kind for entry in RunLog.read(tmp_path / "run.db")] == ["opened"]
+
+
+def test_sqlite_copies_a_log_that_is_being_written(tmp_path: Path) -> None:
+    with RunLog.open(tmp_path / "run.db", "r") as log:
+        for event in events()[:2]:
+            _, effects = decide(log.state, event)
+            log.append(event, effects, 1)
+            log.commit()
+        with closing(sqlite3.connect(tmp_path / "run.db")) as copying:
+            copying.execute("VACUUM INTO ?", [str(tmp_path / "kept.db")])
+        written = [entry.position for entry in RecordedRun(tmp_path / "run.db").entries]
+    assert len(written) == 2
+    assert [entry.position for entry in RecordedRun(tmp_path / "kept.db").entries] == written
 
 
 # --- decisions of agents ----------------------------------------------------------------------------------------------
