@@ -84,11 +84,13 @@ def snapshot(promises: Promises, place: Identity, event: SnapshotReceived) -> st
 
 def beat(process: Process, status: AgentStatus) -> AgentStatus:
     """Return a status that is about to be sent: it names each version that the engine should hold and lacks, unless
-    that was lost since the last look.
+    that was lost since the last look. The bus gets none of an agent that is cut off for good.
     """
     engine, promises = process.slot.engine, process.world.promises
     process.world.sent[id(status)] = status, engine.shelf.seen_ms if engine is not None else -1
     if engine is None or engine.attempt is not None or status.tokenizer != "present" or serving.misled(process):
+        return status
+    if process.slot.cut_off:
         return status
     desired = promises.oracle(process) if process.state.joined else None
     for version in lacking(process.slot, of(desired)) if desired is not None else ():
