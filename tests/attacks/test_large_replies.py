@@ -80,7 +80,8 @@ def test_the_status_of_thousands_names_so_many_commands_and_no_more() -> None:
 async def test_an_operator_gets_the_status_of_thousands(
     tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bus_loop, "fleet_status", lambda *_: large_fleet())
+    large = large_fleet()  # a second of work, which would hold up the bus in its own turn
+    monkeypatch.setattr(bus_loop, "fleet_status", lambda *_: large)
     async with Bus("tcp://127.0.0.1:0", RunLog.open(tmp_path / "run.db"), context=context) as bus:
         found: FleetStatus = await ask_status(bus.address)
         assert found == large_fleet()
