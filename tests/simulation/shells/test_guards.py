@@ -76,7 +76,7 @@ GUARDS = {
         "workers/link/link.py",
         "if self._published_ms < since <= self._connection.answered_ms:",
         "if False:",
-        210,
+        434,
     ),
     "join again": Guard(
         "workers/link/link.py",
