@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from controlplane.simulate.modelled_engine import Kind
 from schemas.commands import Broadcast, Checkpoint, Manifest, ProfilePlan
 from schemas.desired import Committed, Desired, ProfileSession
-from schemas.events import Call, Effect, EngineObserved, Event, Load, Pause, StartProfile
+from schemas.events import Call, Effect, EngineObserved, Event, Load, Pause, Started, StartProfile
 from schemas.identity import Operation
 from schemas.wire import Snapshot
 from tests.simulation import serving
@@ -180,6 +180,20 @@ def test_weights_that_were_broadcast_are_given_up_after_a_failed_load_only_where
     known = replace(process.state.engine, torn=torn, loaded=wanted if loaded else None)
     process.state = replace(process.state, engine=known)
     assert serving.stranded(process, Desired(committed=wanted)) is stays
+
+
+@pytest.mark.parametrize(("recorded", "label"), [(True, "push 1"), (False, "default")])
+def test_a_launch_has_the_label_of_a_push_only_beside_an_agent_that_has_seen_one_before(
+    recorded: bool, label: str
+) -> None:
+    process, engine = beside_its_engine()
+    engine.launch()
+    engine.label = "push 1"
+    before = process.state if recorded else AgentState()
+    started = Started(at_ms=0, identity=process.slot.identity, incarnation="i2")
+    process.state, effects = decide(before, started)
+    process.world.promises.after_agent(process, before, started, effects)
+    assert engine.label == label
 
 
 @pytest.mark.parametrize(("path", "wrong"), [("v1", ""), ("v2", "after its successor has loaded v2")])
