@@ -174,6 +174,7 @@ class Promises:
             self._begin_again(ledger, event)
         if isinstance(event, Started):
             ledger.seen, ledger.last_decided, ledger.oracle = 0, 0, None
+            self.world.sampler.begun(process)
             return
         self._fenced(process, before, event, effects)
         if state is before and not effects:

@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING, Final
 from controlplane.machine.fleet_view import FleetView
 from controlplane.machine.provenance import Provenance, TokenSpan, accepts
 from controlplane.machine.versions import label_of
+from controlplane.simulate.modelled_engine import LAUNCH_LABEL
 from tests.simulation.engine import LAUNCHED, weights_of
 
 if TYPE_CHECKING:
+    from tests.simulation.agent import Process
     from tests.simulation.bus import Bus
     from tests.simulation.cluster import World
     from tests.simulation.engine import Engine
     from tests.simulation.slot import Slot
 
+PUSH: Final = "push"
+"""How the labels of pushed weights begin."""
 LATE_MS: Final = (1, 1, 300, 3000, 15_000)
 """How late an answer may be."""
 
@@ -106,8 +110,20 @@ class Sampler:
             return ""
         if bus.state.desired.get(slot.identity.replica, bus.state.default_desired).committed is None:
             return ""
+        unseen = slot.process is not None and slot.process.state.engine.instance is None
         labels = [label_of(known.weights) for known in bus.state.loaded]
-        return self.rng.choice(labels) if labels and self.rng.random() < 0.5 else ""
+        label = self.rng.choice(labels) if labels and self.rng.random() < 0.5 else ""
+        return "" if unseen and label.startswith(PUSH) else label
+
+    def begun(self, process: Process) -> None:
+        """Give the launch that an agent meets first no label of a push: without a record of an earlier one, that label
+        is all that shows what was pushed.
+        """
+        engine = process.slot.engine
+        if engine is None or process.state.engine.instance is not None or engine.label is None:
+            return
+        if engine.weights == LAUNCHED and engine.label.startswith(PUSH):
+            engine.label = LAUNCH_LABEL
 
     def take(self, slot: Slot, engine: Engine) -> None:
         """Answer requests that have ended; a lost connection loses some."""

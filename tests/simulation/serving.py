@@ -112,8 +112,8 @@ def _settled(promises: Promises, process: Process, engine: Engine) -> None:
 def stranded(process: Process, desired: Desired) -> bool:
     """Whether nothing can give the engine weights that it may serve before the next sync. One whose engine shows no
     digest can't know that a load which failed has touched nothing; nor can one whose engine was launched again
-    meanwhile, and showed other weights before. Nor does one know what was pushed under the same label for a sync that
-    was aborted.
+    meanwhile, and showed other weights before. Where no digest was announced, none shows that a load without an answer
+    was made. Nor does one know what was pushed under the same label for a sync that was aborted.
     """
     engine, committed, fallback = process.slot.engine, desired.committed, desired.fallback
     if engine is None:
@@ -128,6 +128,8 @@ def stranded(process: Process, desired: Desired) -> bool:
         return False
     held = process.state.engine.loaded
     again = held is not None and held != wanted and held.source == wanted.source
+    unannounced = wanted.manifest is None or wanted.manifest.content is None
+    torn = torn or (process.state.engine.torn and held != wanted and unannounced)
     return (
         torn or again or engine.weights != weights_of(wanted.source) or engine.weights == process.slot.ledger.unproven
     )

@@ -4,9 +4,9 @@ import pytest
 from msgspec.structs import replace
 
 from controlplane.simulate.modelled_engine import Kind
-from schemas.commands import Broadcast, Checkpoint, ProfilePlan
+from schemas.commands import Broadcast, Checkpoint, Manifest, ProfilePlan
 from schemas.desired import Committed, Desired, ProfileSession
-from schemas.events import Call, Effect, EngineObserved, Event, Load, Pause, StartProfile
+from schemas.events import Call, Effect, EngineObserved, Event, Load, Pause, Started, StartProfile
 from schemas.identity import Operation
 from schemas.wire import Snapshot
 from tests.simulation import serving
@@ -161,16 +161,39 @@ def test_an_agent_that_leaves_a_later_launch_unused_is_caught() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "torn", "stays"), [("verl", True, True), ("verl", False, False), ("tiny", True, False)]
+    ("kind", "torn", "content", "loaded", "stays"),
+    [
+        ("verl", True, None, True, True),
+        ("verl", False, None, True, False),
+        ("tiny", True, None, True, False),  # a later load failed, and the digest is as it was
+        ("tiny", True, "announced", False, False),
+        ("tiny", True, None, False, True),
+    ],
 )
 def test_weights_that_were_broadcast_are_given_up_after_a_failed_load_only_where_no_digest_proves_them(
-    kind: Kind, torn: bool, stays: bool
+    kind: Kind, torn: bool, content: str | None, loaded: bool, stays: bool
 ) -> None:
     process, engine = beside_its_engine()
     source = Broadcast(host="h", port=1, group="g", replicas=(0,))
+    wanted = Committed(1, source, Manifest(tensors=1, nbytes=1, layout="l", content=content))
     engine.kind, engine.weights = kind, weights_of(source)
-    process.state = replace(process.state, engine=replace(process.state.engine, torn=torn))
-    assert serving.stranded(process, Desired(committed=Committed(1, source, None))) is stays
+    known = replace(process.state.engine, torn=torn, loaded=wanted if loaded else None)
+    process.state = replace(process.state, engine=known)
+    assert serving.stranded(process, Desired(committed=wanted)) is stays
+
+
+@pytest.mark.parametrize(("recorded", "label"), [(True, "push 1"), (False, "default")])
+def test_a_launch_has_the_label_of_a_push_only_beside_an_agent_that_has_seen_one_before(
+    recorded: bool, label: str
+) -> None:
+    process, engine = beside_its_engine()
+    engine.launch()
+    engine.label = "push 1"
+    before = process.state if recorded else AgentState()
+    started = Started(at_ms=0, identity=process.slot.identity, incarnation="i2")
+    process.state, effects = decide(before, started)
+    process.world.promises.after_agent(process, before, started, effects)
+    assert engine.label == label
 
 
 @pytest.mark.parametrize(("path", "wrong"), [("v1", ""), ("v2", "after its successor has loaded v2")])
