@@ -137,12 +137,13 @@ def with_committed(state: CoordinatorState, adapter: AdapterVersion) -> Coordina
     return _with(state, adapter.name, replace(known, used=tuple(used), newest_committed=newest))
 
 
-def with_wanted(state: CoordinatorState, command: Command) -> CoordinatorState:
+def with_wanted(state: CoordinatorState, before: CoordinatorState, command: Command) -> CoordinatorState:
     """Return the run after the newest command: versions of an adapter that no replica should hold any more are dropped,
-    and what was discarded proves nothing any more.
+    and what was discarded proves nothing any more. Until its wake an engine may discard what it loaded since the sleep.
     """
+    discards = any(desired.discard for desired in before.desired.values())
     match command:
-        case EngineCommand(operation="sleep", discard=True):
+        case EngineCommand(operation="sleep" | "wake") if command.discard or discards:
             members = {name: replace(member, adapters_acked={}) for name, member in state.members.items()}
             return replace(state, discarded_seq=state.seq, members=members)
         case AdapterSync(phase="commit" | "abort"):

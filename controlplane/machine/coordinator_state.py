@@ -227,7 +227,7 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
         retired: Agents that were taken out of the run, each with its last incarnation, which does not come back.
         trainer_session: Step of the profiling session that the trainer opened, until a stop of that step.
         adapters: LoRA adapters, by name.
-        discarded_seq: Position of the newest sleep after which engines have to load their adapters again.
+        discarded_seq: Position of the newest sleep that discards, or wake from one: adapters are loaded again after it.
         samples: What the trainer has judged.
     """
 

@@ -90,7 +90,7 @@ def publish(
         default_desired=default_desired,
         stops=stops_after(state.stops, command, desired, default_desired, Order(operator, event.at_ns)),
     )
-    return with_wanted(after, command)
+    return with_wanted(after, state, command)
 
 
 def _absent_outcomes(state: CoordinatorState, at_us: int) -> tuple[AgentOutcome, ...]:

@@ -108,8 +108,7 @@ def on_phase_ended(
     state: CoordinatorState, ended: OpenCommand, report: Report, event: events.CoordinatorEvent, effects: Effects
 ) -> CoordinatorState:
     """Go on from the end of a phase: to the next one, or to the report of the sync."""
-    sync = next((sync for sync in state.syncs.values() if sync.seq == report.seq), None)
-    if sync is None:
+    if (sync := next((sync for sync in state.syncs.values() if sync.seq == report.seq), None)) is None:
         return state
     conclusions = primary_conclusions(report.outcomes, syncing_replicas(state, sync.request.target))
     sync = with_conclusions(sync, report, conclusions)
@@ -221,8 +220,7 @@ def _end(
 
 def on_send_returned(state: CoordinatorState, event: events.SendReturned, effects: Effects) -> CoordinatorState:
     """Leave the load phase a short time: the weights have arrived by then, or they will not. Commit if they have."""
-    sync = _sending(state, event.ticket)
-    if sync is None:
+    if (sync := _sending(state, event.ticket)) is None:
         return state
     sync = replace(sync, sent=True)
     if sync.held_until_us is not None:
@@ -236,23 +234,20 @@ def on_send_returned(state: CoordinatorState, event: events.SendReturned, effect
 
 def on_send_failed(state: CoordinatorState, event: events.SendFailed, effects: Effects) -> CoordinatorState:
     """End the load phase, or what is left of it: what the engines wait for will not come, or not to the end."""
-    sync = _sending(state, event.ticket)
-    if sync is None:
+    if (sync := _sending(state, event.ticket)) is None:
         return state
     sync = replace(sync, failure=f"the trainer could not send the weights: {event.reason}")
     if sync.held_until_us is not None:
         return _give_up(state, sync, event, effects)
     state = with_sync(state, sync)
-    command = _open_phase(state, sync)
-    if command is None:
+    if (command := _open_phase(state, sync)) is None:
         return state
     return with_open(state, conclude(command, command.waiting, Missing("not_sent"), event.at_us))
 
 
 def on_time(state: CoordinatorState, event: events.TimerFired, effects: Effects) -> CoordinatorState:
     """Give up a sync whose sender has not returned in time: engines must not stay paused for it."""
-    sync = state.sync
-    if sync is None or sync.held_until_us is None or event.at_us < sync.held_until_us:
+    if (sync := state.sync) is None or sync.held_until_us is None or event.at_us < sync.held_until_us:
         return state
     sync = replace(sync, failure="the trainer's sender had not returned by the deadline")
     return _give_up(state, sync, event, effects)
@@ -282,14 +277,13 @@ def conclude_down_engines(state: CoordinatorState, at_us: int) -> CoordinatorSta
 
 
 def _conclude_down_engines(state: CoordinatorState, sync: Sync, at_us: int) -> CoordinatorState:
-    command = _open_phase(state, sync)
-    if command is None or command.ended:
+    if (command := _open_phase(state, sync)) is None or command.ended:
         return state
     stuck, new, down = set[str](), set[str](), set[str]()
     for name in filter(command.waits_for, command.expected):
         if sync.stuck and sync.phase != "load" and _replica(state, name) in sync.stuck:
             stuck.add(name)
-        elif sync.request.on_unreachable != "wait" and _replica(state, name) in sync.joining:
+        elif sync.request.on_unreachable != "wait" and _is_new(state, sync, _replica(state, name)):
             new.add(name)
         elif sync.request.on_unreachable != "wait" and is_engine_down(state.members[name]):
             down.add(name)
@@ -304,6 +298,12 @@ def _conclude_down_engines(state: CoordinatorState, sync: Sync, at_us: int) -> C
     return with_open(state, conclude(ended, stuck, Missing("not_sent"), at_us))
 
 
+def _is_new(state: CoordinatorState, sync: Sync, replica: int) -> bool:
+    """Whether a replica has joined since the sync began, or had not settled by then, and has not since."""
+    primary = state.members.get(f"{replica}.0")
+    return replica in sync.joining and (replica in sync.restarted or primary is None or not primary.settled)
+
+
 def _give_up(state: CoordinatorState, sync: Sync, event: events.CoordinatorEvent, effects: Effects) -> CoordinatorState:
     """Abort, and report at once: engines that still wait for what is sent are not waited for."""
     state, request = without_sync(state, sync), sync.request
@@ -313,8 +313,7 @@ def _give_up(state: CoordinatorState, sync: Sync, event: events.CoordinatorEvent
 
 def _sending(state: CoordinatorState, ticket: int) -> Sync | None:
     """The sync with this ticket, if it is loading, or has loaded and waits for its sender."""
-    sync = state.sync
-    if sync is None or sync.request.ticket != ticket:
+    if (sync := state.sync) is None or sync.request.ticket != ticket:
         return None
     return sync if sync.phase == "load" or sync.held_until_us is not None else None
 

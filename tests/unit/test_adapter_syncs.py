@@ -21,7 +21,7 @@ from schemas.commands import (
     Target,
     WeightSync,
 )
-from schemas.outcomes import Reason, Skipped
+from schemas.outcomes import Acted, Reason, Skipped
 from schemas.wire import MAX_BYTES, Snapshot, encode
 from tests.unit.fleets import DONE, NO, Coordinator
 
@@ -133,6 +133,34 @@ def test_what_was_discarded_is_proven_again_only_by_a_newer_status() -> None:
     assert where(bus) == ("policy-v1", ())
     report(bus, "0.0")
     assert where(bus) == ("policy-v1", (0,))
+
+
+def test_what_was_loaded_before_a_late_sleep_discarded_it_is_proven_again_only_by_a_status_after_the_wake() -> None:
+    bus = fleet()
+    bus.issue(EngineCommand(operation="sleep", discard=True))
+    bus.answer(a0_0=NO, a1_0=NO)
+    sync(bus, 1)
+    report(bus, "1.0")
+    bus.issue(EngineCommand(operation="wake"))
+    woken = Acted(calls=("check_source", "wake", "load", "resume"))
+    bus.answer(a0_0=woken, a1_0=woken)
+    assert where(bus) == ("policy-v1", ()), "the engines may have slept since they loaded it, and lost it"
+    serving(bus, queued=1)
+    assert where(bus) == ("policy-v1", ())
+    serving(bus)
+    assert where(bus) == ("policy-v1", (0, 1))
+
+
+def test_a_wake_after_a_sleep_that_kept_the_weights_takes_no_adapter_away() -> None:
+    bus = fleet()
+    sync(bus, 1)
+    for operation in ("sleep", "wake"):
+        bus.issue(EngineCommand(operation=operation))
+        bus.answer(a0_0=DONE, a1_0=DONE)
+    report(bus, "0.0")
+    bus.issue(EngineCommand(operation="wake"))
+    bus.answer(a0_0=DONE, a1_0=DONE)
+    assert where(bus) == ("policy-v1", (0, 1))
 
 
 def test_a_commit_whose_bus_is_gone_is_a_commit() -> None:

@@ -128,3 +128,21 @@ def test_a_replica_is_new_until_it_holds_what_is_committed_and_never_again() -> 
     bus.sync(2, on_unreachable="wait")
     bus.answer(a0_0=DONE, a1_0=DONE)
     assert bus.published == [] and bus.state.open[-1].waiting == {"2.0"}
+
+
+def test_a_sync_waits_again_for_a_replica_that_has_settled_since_it_began() -> None:
+    bus = grown()
+    bus.sync(1, adapter="policy", path="policy/1")
+    for _ in range(3):
+        bus.answer(a0_0=DONE, a1_0=DONE)
+    bus.arrive("2.0")
+    bus.sync(2, adapter="policy", path="policy/2")
+    for _ in range(2):
+        bus.answer(a2_0=DONE)
+        bus.answer(a0_0=DONE, a1_0=DONE)
+    bus.status("2.0", HOLDS_1)
+    bus.answer(a0_0=DONE, a1_0=DONE)
+    assert bus.synced == [] and bus.state.open[-1].waiting == {"2.0"}
+    bus.answer(a2_0=DONE)
+    (report,) = bus.synced
+    assert (report.loaded, report.joining) == ((0, 1, 2), ())
