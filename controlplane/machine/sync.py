@@ -108,7 +108,8 @@ def on_phase_ended(
     state: CoordinatorState, ended: OpenCommand, report: Report, event: events.CoordinatorEvent, effects: Effects
 ) -> CoordinatorState:
     """Go on from the end of a phase: to the next one, or to the report of the sync."""
-    if (sync := next((sync for sync in state.syncs.values() if sync.seq == report.seq), None)) is None:
+    sync = next((sync for sync in state.syncs.values() if sync.seq == report.seq), None)
+    if sync is None:
         return state
     conclusions = primary_conclusions(report.outcomes, syncing_replicas(state, sync.request.target))
     sync = with_conclusions(sync, report, conclusions)
@@ -220,13 +221,15 @@ def _end(
 
 def on_send_returned(state: CoordinatorState, event: events.SendReturned, effects: Effects) -> CoordinatorState:
     """Leave the load phase a short time: the weights have arrived by then, or they will not. Commit if they have."""
-    if (sync := _sending(state, event.ticket)) is None:
+    sync = _sending(state, event.ticket)
+    if sync is None:
         return state
     sync = replace(sync, sent=True)
     if sync.held_until_us is not None:
         return _commit(state, sync, event, effects)
     state = with_sync(state, sync)
-    if (command := _open_phase(state, sync)) is None:
+    command = _open_phase(state, sync)
+    if command is None:
         return state
     until_us = event.at_us + state.settings.after_send_ms * 1000
     return with_open(state, replace(command, deadline_us=min(command.deadline_us, until_us)))
@@ -234,20 +237,23 @@ def on_send_returned(state: CoordinatorState, event: events.SendReturned, effect
 
 def on_send_failed(state: CoordinatorState, event: events.SendFailed, effects: Effects) -> CoordinatorState:
     """End the load phase, or what is left of it: what the engines wait for will not come, or not to the end."""
-    if (sync := _sending(state, event.ticket)) is None:
+    sync = _sending(state, event.ticket)
+    if sync is None:
         return state
     sync = replace(sync, failure=f"the trainer could not send the weights: {event.reason}")
     if sync.held_until_us is not None:
         return _give_up(state, sync, event, effects)
     state = with_sync(state, sync)
-    if (command := _open_phase(state, sync)) is None:
+    command = _open_phase(state, sync)
+    if command is None:
         return state
     return with_open(state, conclude(command, command.waiting, Missing("not_sent"), event.at_us))
 
 
 def on_time(state: CoordinatorState, event: events.TimerFired, effects: Effects) -> CoordinatorState:
     """Give up a sync whose sender has not returned in time: engines must not stay paused for it."""
-    if (sync := state.sync) is None or sync.held_until_us is None or event.at_us < sync.held_until_us:
+    sync = state.sync
+    if sync is None or sync.held_until_us is None or event.at_us < sync.held_until_us:
         return state
     sync = replace(sync, failure="the trainer's sender had not returned by the deadline")
     return _give_up(state, sync, event, effects)
@@ -277,7 +283,8 @@ def conclude_down_engines(state: CoordinatorState, at_us: int) -> CoordinatorSta
 
 
 def _conclude_down_engines(state: CoordinatorState, sync: Sync, at_us: int) -> CoordinatorState:
-    if (command := _open_phase(state, sync)) is None or command.ended:
+    command = _open_phase(state, sync)
+    if command is None or command.ended:
         return state
     stuck, new, down = set[str](), set[str](), set[str]()
     for name in filter(command.waits_for, command.expected):
@@ -313,7 +320,8 @@ def _give_up(state: CoordinatorState, sync: Sync, event: events.CoordinatorEvent
 
 def _sending(state: CoordinatorState, ticket: int) -> Sync | None:
     """The sync with this ticket, if it is loading, or has loaded and waits for its sender."""
-    if (sync := state.sync) is None or sync.request.ticket != ticket:
+    sync = state.sync
+    if sync is None or sync.request.ticket != ticket:
         return None
     return sync if sync.phase == "load" or sync.held_until_us is not None else None
 
