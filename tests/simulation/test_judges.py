@@ -4,18 +4,20 @@ import pytest
 from msgspec.structs import replace
 
 from controlplane.simulate.modelled_engine import Kind
-from schemas.commands import Broadcast, Checkpoint, Manifest, ProfilePlan
+from schemas.commands import AdapterSync, AdapterVersion, Broadcast, Checkpoint, Manifest, ProfilePlan, Target
 from schemas.desired import Committed, Desired, ProfileSession
 from schemas.events import Call, Effect, EngineObserved, Event, Load, Pause, Started, StartProfile
 from schemas.identity import Operation
+from schemas.reports import Report, SyncReport
 from schemas.wire import Snapshot
 from tests.simulation import serving
 from tests.simulation.agent import Process
+from tests.simulation.bus import Bus
 from tests.simulation.cluster import World
 from tests.simulation.endings import relaunch_lost
 from tests.simulation.engine import Engine, digest_of, weights_of
-from tests.simulation.promises import Broken
-from tests.simulation.verdicts import CALLS_ALONE_MAX, LEASE_LATE_MS, alone, leased
+from tests.simulation.promises import Broken, Published
+from tests.simulation.verdicts import CALLS_ALONE_MAX, LEASE_LATE_MS, alone, leased, report
 from tests.simulation.weather import Weather
 from workers.machine.decide import decide
 from workers.machine.state import Activity, AgentState
@@ -228,3 +230,19 @@ def test_an_engine_of_which_it_is_not_known_what_it_does_is_launched_again_twice
     process.state = replace(process.state, engine=state) if lost else process.state
     relaunch_lost(process.world)
     assert engine.instance == launches
+
+
+@pytest.mark.parametrize(("arrived", "verdict"), [(4, "calls {1} joining"), (5, ""), (6, "")])
+def test_a_sync_may_call_a_replica_joining_that_followed_another_only_if_it_joined_after_the_beginning(
+    arrived: int, verdict: str
+) -> None:
+    world = World(0)
+    promises = world.promises
+    command = AdapterSync(phase="abort", adapter=AdapterVersion(name="judge", version=1, path="judge/1"))
+    promises.log[6] = Published(1, command, Target(), frozenset(), frozenset(), 1, 0, 0, 0, 1)
+    promises.newcomers.arrived["1.0"] = arrived
+    promises.newcomers.followed.add(1)
+    phases = tuple(Report(seq=seq, origin=1, command=command, outcomes=()) for seq in (5, 6))
+    told = SyncReport(version=1, status="aborted", loaded=(), quarantined=(), phases=phases, joining=(1,))
+    said = report(promises, Bus(world, life=1), told)
+    assert verdict in said and bool(verdict) == bool(said)

@@ -7,7 +7,7 @@ Each function returns what is wrong, or nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -90,7 +90,7 @@ def report(promises: Promises, bus: Bus, told: SyncReport) -> str:
     if wrong := failed_for_one_that_leaves(promises, told, known):
         return wrong
     ends = isinstance(last.command, WeightSync | AdapterSync) and last.command.phase in ("commit", "abort")
-    if old := promises.newcomers.followed & set(told.joining):
+    if old := promises.newcomers.followed & set(told.joining) - _arrived(promises, told.joining, told.phases[0].seq):
         return f"the report of v{told.version} calls {old} joining, which followed a sync before"
     promises.newcomers.followed |= {replica for replica in told.loaded if not told.adapter}
     named = {*told.quarantined, *told.unproven, *told.joining}
@@ -177,9 +177,14 @@ def _waited_for_new(promises: Promises, before: CoordinatorState, concluded: Rep
     began = min((report.seq for report in sync.reports), default=sync.seq)
     late = {replica for replica, conclusion in primaries(concluded) if conclusion == Missing("deadline")}
     others = [conclusion for replica, conclusion in primaries(concluded) if replica not in late]
-    new = {replica for replica in late if promises.newcomers.arrived.get(f"{replica}.0", 0) >= began}
+    new = _arrived(promises, late, began)
     enough = len(others) >= max(1, sync.request.quorum or 1) and all(map(followed, others))
     return f"the sync to v{sync.version} waited for {new}, which are new" if late and late == new and enough else ""
+
+
+def _arrived(promises: Promises, replicas: Iterable[int], seq: int) -> set[int]:
+    """Those of these replicas that first joined when a command was out: the sync that it began may call them new."""
+    return {replica for replica in replicas if promises.newcomers.arrived.get(f"{replica}.0", 0) >= seq}
 
 
 def was_given(command: Command | UnknownCommand, conclusion: Conclusion, given: list[Outcome]) -> bool:
