@@ -220,7 +220,7 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
         syncs: The syncs in progress, by `Sync.key`.
         newest_version: The newest that a sync was ever requested for.
         loaded: Base weights that entered the load phase of a sync, the newest of them, in the order of their versions.
-        launch_labels: Labels that engines of replicas were launched under, the last of each: they prove nothing.
+        launch_labels: Labels that engines of replicas were launched under, the newest of each: they prove nothing.
         claims: Places in the fleet that another incarnation claims: which one, and since when (µs).
         assigned: Replicas that were assigned to agents which have not joined yet, by their tokens: which one, and
             when (µs).
@@ -244,7 +244,7 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     syncs: Mapping[str, Sync] = {}
     newest_version: Count = 0
     loaded: tuple[LoadedWeights, ...] = ()
-    launch_labels: Mapping[int, str] = {}
+    launch_labels: Mapping[int, tuple[str, ...]] = {}
     claims: Mapping[str, tuple[str, int]] = {}
     assigned: Mapping[str, tuple[Count, int]] = {}
     retired: Mapping[str, str] = {}

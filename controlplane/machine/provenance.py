@@ -15,7 +15,7 @@ from controlplane.machine.adapters import holds_version
 from controlplane.machine.coordinator_state import CoordinatorState, LoadedWeights, UsedAdapter
 from controlplane.machine.events import PROVEN, Proof, SamplesCounted
 from controlplane.machine.replicas import holds_committed, is_primary
-from controlplane.machine.versions import label_of
+from controlplane.machine.versions import LOADED_MAX, label_of
 from schemas.desired import Committed
 from schemas.identity import LAUNCH_LABEL
 from schemas.reports import SampleStatus
@@ -212,14 +212,16 @@ def with_holders(state: CoordinatorState, agents: Iterable[str]) -> CoordinatorS
         if is_primary(member := state.members[name]) and member.hello.identity.syncs
     }
     statuses = ((replica, member.status) for replica, member in members.items())
-    shown = {replica: status.launch_label or "" for replica, status in statuses if status and status.launch_label}
-    if shown and any(state.launch_labels.get(replica) != label for replica, label in shown.items()):
+    shown = {replica: status.launch_label for replica, status in statuses if status and status.launch_label}
+    before = {replica: state.launch_labels.get(replica, ()) for replica in shown}
+    if new := {replica: (*before[replica], label) for replica, label in shown.items() if label not in before[replica]}:
         loaded = tuple(_without_holders(known, shown) for known in state.loaded)
-        state = replace(state, loaded=loaded, launch_labels={**state.launch_labels, **shown})
+        labels = {replica: told[-LOADED_MAX:] for replica, told in new.items()}
+        state = replace(state, loaded=loaded, launch_labels={**state.launch_labels, **labels})
     holding: dict[int, list[tuple[int, Committed]]] = {}  # by version
     for replica, member in members.items():
         desired = state.desired.get(replica, state.default_desired)
-        if desired.committed is None or label_of(desired.committed) == state.launch_labels.get(replica):
+        if desired.committed is None or label_of(desired.committed) in state.launch_labels.get(replica, ()):
             continue
         if holds_committed(member, desired):
             holding.setdefault(desired.version, []).append((replica, desired.committed))

@@ -170,13 +170,13 @@ GUARDS = {
     ),
     "samples of a launch under a label": Guard(
         "controlplane/machine/provenance.py",
-        "state = replace(state, loaded=loaded, launch_labels={**state.launch_labels, **shown})",
+        "state = replace(state, loaded=loaded, launch_labels={**state.launch_labels, **labels})",
         "pass",
         101,
     ),
     "a holder again after a launch under its label": Guard(
         "controlplane/machine/provenance.py",
-        "if desired.committed is None or label_of(desired.committed) == state.launch_labels.get(replica):",
+        "if desired.committed is None or label_of(desired.committed) in state.launch_labels.get(replica, ()):",
         "if desired.committed is None:",
         101,
     ),

@@ -77,6 +77,10 @@ def test_a_label_that_an_engine_was_launched_under_proves_nothing_of_what_its_re
     bus.status("1.0", serves, seq=bus.state.seq)
     proof = {(label, replica): trace(bus, (label, 0, 9), replica=replica).proof for label in "12" for replica in (0, 1)}
     assert proof == {("1", 0): "proven", ("1", 1): "proven", ("2", 0): "proven", ("2", 1): "unproven"}
+    for label in ("5", ""):
+        bus.status("1.0", replace(status, launch_label=label or None), seq=bus.state.seq)
+        bus.status("1.0", serves, seq=bus.state.seq)
+        assert trace(bus, ("2", 0, 9), replica=1).proof == "unproven", "it was launched again, under another label"
     bus.status("0.0", replace(status, launch_label="4"), seq=bus.state.seq)
     bus.status("0.0", serves, seq=bus.state.seq)
     for version in (3, 4):
