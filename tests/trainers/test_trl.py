@@ -171,7 +171,8 @@ def test_a_fleet_is_scaled_from_two_to_three_to_one_to_two_and_no_step_fails(tmp
     assert result["ended"] == [0, 0, 0] and result["serving"] == [0, 1]
     drains = [report for report in RecordedRun(out / "run.db").reports.values() if isinstance(report.command, Drain)]
     left = [outcome.conclusion for report in drains for outcome in report.outcomes if outcome.agent in report.acted]
-    assert left == [Acted(calls=("await_idle", "pause"))] * 2, "a request was cut short"
+    idle = Acted(calls=("await_idle", "pause"))
+    assert len(left) >= 2 and all(one == idle for one in left), "a request was cut short"
     assert processes_of(out) == []
     check_log(out / "run.db")
 
