@@ -7,7 +7,8 @@ from schemas.errors import EngineError
 from schemas.events import Call, Observation, Returned
 from workers.engines.tiny.server import TinyClient
 
-READ_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 60.0
+"""Longer than the first start of torch's profiler takes on a loaded machine: the engine answers nothing meanwhile."""
 
 
 class ObservedTiny:
