@@ -306,9 +306,15 @@ def _conclude_down_engines(state: CoordinatorState, sync: Sync, at_us: int) -> C
 
 
 def _is_new(state: CoordinatorState, sync: Sync, replica: int) -> bool:
-    """Whether a replica has joined since the sync began, or had not settled by then, and has not since."""
-    primary = state.members.get(f"{replica}.0")
-    return replica in sync.joining and (replica in sync.restarted or primary is None or not primary.settled)
+    """Whether a replica has joined since the sync began, or had not settled by then, and has not since.
+
+    One that was in quarantine before is idle until this sync, and answers it like any.
+    """
+    primary, desired = state.members.get(f"{replica}.0"), state.desired.get(replica)
+    if primary is None or replica in sync.restarted:
+        return replica in sync.joining
+    out = (primary.status is not None and primary.status.quarantined) or (desired is not None and desired.quarantined)
+    return replica in sync.joining and not primary.settled and not (out and replica not in sync.lost)
 
 
 def _give_up(state: CoordinatorState, sync: Sync, event: events.CoordinatorEvent, effects: Effects) -> CoordinatorState:

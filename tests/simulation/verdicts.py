@@ -114,14 +114,19 @@ def report(promises: Promises, bus: Bus, told: SyncReport) -> str:
 
 
 def _wrongly_named(bus: Bus, told: SyncReport, known: set[int]) -> str:
-    """P11: no replica is named that is where the end of the sync wants it."""
+    """P11: no replica is named that is where the end of the sync wants it, or unproven that was left out as new."""
     last = told.phases[-1]
+    conclusions = dict(primaries(last))
+    said = {(replica, outcome) for phase in told.phases for replica, outcome in primaries(phase)}
+    new = Skipped(Reason.JOINING)
+    failed = {replica for replica, outcome in said if outcome != new and not followed(outcome)}
+    if left := {one for one in told.unproven if conclusions.get(one) == new} - failed:
+        return f"the report of v{told.version} calls {left} unproven, which the bus itself left out as new"
     for replica in known.intersection(told.quarantined) if told.status == "aborted" and not told.adapter else ():
         desired, status = bus.state.desired.get(replica), bus.state.members[f"{replica}.0"].status
         if not ((desired is not None and desired.quarantined) or (status is not None and status.quarantined)):
             return f"the report of v{told.version}, aborted, calls replica {replica} quarantined, and it is not"
     if told.status == "committed" and isinstance(last.command, WeightSync):
-        conclusions = dict(primaries(last))
         for replica in {*told.unproven, *told.joining} - last.command.quarantine:
             if followed(conclusions.get(replica)):
                 return f"the report of v{told.version} calls replica {replica} unproven, and it followed"
