@@ -127,9 +127,7 @@ class Bus(BusLoop):
             BusOverloaded, BusFaulted, BusClosed: Nothing was sent.
         """
         ticket: Ticket[Report] = self.callers.new_ticket(timeout_ms * 1000)
-        order = events.Issued(
-            at_us=0, at_ns=0, ticket=ticket.number, command=command, target=target, timeout_ms=timeout_ms
-        )
+        order = events.Issued(ticket=ticket.number, command=command, target=target, timeout_ms=timeout_ms)
         self._hand_over(order, ticket)
         return ticket
 
@@ -152,8 +150,6 @@ class Bus(BusLoop):
         of_earlier_life = adapter is None and version is not None and version <= self._log.state.newest_version
         advice = self._log.continues if of_earlier_life else ""
         order = events.SyncRequested(
-            at_us=0,
-            at_ns=0,
             ticket=ticket.number,
             version=version,
             source=source,
@@ -184,13 +180,13 @@ class Bus(BusLoop):
     def note_sent(self, ticket: Ticket[SyncReport], failure: str | None = None) -> None:
         """Tell the bus that the weights of this sync were sent, or why they will not come: its load phase ends soon."""
         if failure is None:
-            self._note(events.SendReturned(at_us=0, at_ns=0, ticket=ticket.number))
+            self._note(events.SendReturned(ticket=ticket.number))
         else:
-            self._note(events.SendFailed(at_us=0, at_ns=0, ticket=ticket.number, reason=failure[:REASON_MAX]))
+            self._note(events.SendFailed(ticket=ticket.number, reason=failure[:REASON_MAX]))
 
     def note_samples(self, step: int, counts: tuple[events.SampleCount, ...]) -> None:
         """Record what the trainer has judged. Waits for nothing; may be called from any thread."""
-        self._note(checked_order(events.SamplesCounted(at_us=0, at_ns=0, step=step, counts=counts)))
+        self._note(checked_order(events.SamplesCounted(step=step, counts=counts)))
 
     def _note(self, event: events.CallerEvent) -> None:
         self.callers.queue(event)
@@ -199,7 +195,7 @@ class Bus(BusLoop):
     def retire(self, places: tuple[str, ...]) -> Ticket[FleetStatus]:
         """Take places out of the run for good. Otherwise like `publish`."""
         ticket: Ticket[FleetStatus] = self.callers.new_ticket()
-        self._hand_over(events.RetireRequested(at_us=0, at_ns=0, ticket=ticket.number, places=places), ticket)
+        self._hand_over(events.RetireRequested(ticket=ticket.number, places=places), ticket)
         return ticket
 
     def view(self) -> FleetView:

@@ -27,7 +27,7 @@ from controlplane.machine.events import (
     SyncRequested,
 )
 from controlplane.tickets import FOREVER_US, Ticket
-from schemas.commands import AdapterDrop, Checkpoint, Drain, EngineCommand, ProfileCommand, Target
+from schemas.commands import AdapterDrop, Checkpoint, Drain, EngineCommand, ProfileCommand
 from schemas.config import complaint
 from schemas.errors import BusClosed, BusError, BusOverloaded, CheckpointError, CommandError, SyncInProgress
 from schemas.reports import FleetStatus, Report, SyncReport
@@ -105,31 +105,18 @@ def _order_of(request: Submit | SyncRequest | Retire, number: int, found: Checkp
     if isinstance(request, SyncRequest):
         adapter = request.adapter
         return SyncRequested(
-            at_us=0,
-            at_ns=0,
             ticket=number,
             version=request.version,
             source=Checkpoint(request.path if adapter is None else PurePosixPath(request.path).as_posix()),
             manifest=found.manifest if found is not None else None,
             adapter=replace(adapter, config=found.config) if adapter is not None and found is not None else None,
-            in_flight="abort",
-            quorum=None,
-            target=Target(),
             timeout_ms=request.timeout_ms,
             operator=True,
         )
     if isinstance(request, Retire):
-        return RetireRequested(at_us=0, at_ns=0, ticket=number, places=request.places)
-    return Issued(
-        at_us=0,
-        at_ns=0,
-        ticket=number,
-        command=request.command,
-        target=request.target,
-        timeout_ms=request.timeout_ms,
-        operator=True,
-        force=request.force,
-    )
+        return RetireRequested(ticket=number, places=request.places)
+    issued = Issued(ticket=number, command=request.command, target=request.target, timeout_ms=request.timeout_ms)
+    return replace(issued, operator=True, force=request.force)
 
 
 def _read(root: Path, request: SyncRequest) -> CheckpointFiles:
