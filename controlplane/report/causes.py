@@ -18,7 +18,6 @@ from schemas.reports import Report
 
 LOST_TOGETHER_NS: Final = 5_000_000_000
 """Longest time between the losses of two agents that are taken for one."""
-MAX_CAUSES: Final = 400
 MAX_TEXT: Final = 1_200
 """Characters of a message."""
 _OF_THE_AGENT: Final = ("deadline", "absent", "gone", "restarted", "engine_down")
@@ -35,10 +34,9 @@ class _Key(NamedTuple):
 
 
 class Causes:
-    """Follows losses and reports. `dropped` counts causes that were not kept."""
+    """Follows losses and reports."""
 
     def __init__(self, fleet: FleetHistory) -> None:
-        self.dropped = 0
         self._fleet = fleet
         self._lost: list[Cause] = []
         self._away: dict[str, Cause] = {}  # by agent that is lost
@@ -56,10 +54,7 @@ class Causes:
             or now_ns - cause.until_ns > LOST_TOGETHER_NS
         ):
             cause = Cause(kind="lost", reason=reason, at_ns=now_ns)
-            if len(self._lost) < MAX_CAUSES:
-                self._lost.append(cause)
-            else:
-                self.dropped += 1
+            self._lost.append(cause)
         cause.until_ns = now_ns
         cause.members.add(name)
         cause.hosts.add(agent.member.hello.host)
@@ -82,8 +77,7 @@ class Causes:
         for outcome in report.outcomes:
             if is_trouble(outcome.conclusion):
                 cause = self._cause(outcome.agent, outcome.conclusion, summary)
-                if cause is not None:
-                    cause.add(outcome.agent, summary, kind, self._fleet.now_ns)
+                cause.add(outcome.agent, summary, kind, self._fleet.now_ns)
 
     def finish(self) -> list[Cause]:
         """Return the causes, in the order in which they began."""
@@ -96,12 +90,10 @@ class Causes:
                 together[same].absorb(cause)
             else:
                 together[same] = cause
-        causes = sorted((*self._lost, *together.values()), key=lambda cause: cause.at_ns)
-        self.dropped += len(causes[MAX_CAUSES:])
-        return causes[:MAX_CAUSES]
+        return sorted((*self._lost, *together.values()), key=lambda cause: cause.at_ns)
 
-    def _cause(self, agent: str, conclusion: Conclusion, summary: CommandSummary) -> Cause | None:
-        """The cause of an outcome. None if there are too many."""
+    def _cause(self, agent: str, conclusion: Conclusion, summary: CommandSummary) -> Cause:
+        """The cause of an outcome."""
         kind, reason = kind_and_reason(conclusion)
         if isinstance(conclusion, Failed):
             return self._other(_Key(kind, reason, without_numbers(conclusion.message)), summary, conclusion.message)
@@ -119,13 +111,10 @@ class Causes:
             self._silent[agent] = heard_ns, unanswered
         return unanswered
 
-    def _other(self, key: _Key, summary: CommandSummary, message: str = "") -> Cause | None:
-        cause = self._others.get(key)
-        if cause is None and not key.whose and len(self._others) >= MAX_CAUSES:
-            self.dropped += 1
-        elif cause is None:
-            cause = self._others[key] = _began(key, summary, message)
-        return cause
+    def _other(self, key: _Key, summary: CommandSummary, message: str = "") -> Cause:
+        if key not in self._others:
+            self._others[key] = _began(key, summary, message)
+        return self._others[key]
 
     def _settle(self, unanswered: Cause) -> None:
         """An agent was heard again: what it did not answer before was not because it died."""

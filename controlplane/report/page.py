@@ -14,7 +14,7 @@ from typing import Final, TextIO
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from controlplane.report.totals import RunReport
+from controlplane.report.model import RunReport
 from schemas.formatting import printable
 
 HERE: Final = Path(__file__).parent
