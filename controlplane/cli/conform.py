@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from controlplane.cli import interrupt
-from controlplane.cli.command_line import Command, api_key_file
+from controlplane.cli.command_line import FOLDER, Command, api_key_file
 from controlplane.cli.tables import Screen
 from schemas.errors import ConfigError, ExtraMissing
 from schemas.formatting import markup
@@ -22,8 +22,6 @@ from workers.conformance.kit import Kit, Row
 from workers.engine import Engine
 from workers.engines.factory import EngineOptions, make_engine
 
-_PATH = click.Path(path_type=Path)
-_FOLDER = click.Path(file_okay=False, path_type=Path)
 COLOURS = {"passed": "green", "failed": "red", "not offered": "yellow"}
 
 
@@ -31,19 +29,16 @@ COLOURS = {"passed": "green", "failed": "red", "not offered": "yellow"}
 @click.option("--engine", "name", required=True, help="Name of a backend, as for `agent`, or MODULE:CLASS.")
 @click.option("--url", help="Address of the engine's server.")
 @api_key_file
-@click.option("--checkpoints", type=_FOLDER, default=".", help="Root of the checkpoints.")
+@click.option("--checkpoints", type=FOLDER, default=".", help="Root of the checkpoints.")
 @click.option(
     "--load",
     "paths",
     multiple=True,
     help="A checkpoint of its model, relative to --checkpoints. Give two, with different weights.",
 )
-@click.option("--traces", type=_FOLDER, default="traces", help="Folder for traces.")
+@click.option("--traces", type=FOLDER, default="traces", help="Folder for traces.")
 @click.option(
-    "--up-within",
-    type=click.FloatRange(0),
-    default=10.0,
-    help="Seconds that the engine may take to be ready.",
+    "--up-within", type=click.FloatRange(0), default=10.0, help="Seconds that the engine may take to be ready."
 )
 @click.option(
     "--yes", is_flag=True, help="Confirm that the engine is not in use: it may be paused, loaded and put to sleep."

@@ -21,7 +21,7 @@ from typing import Final, Literal, Self
 import click
 from msgspec.structs import replace
 
-from controlplane.cli.command_line import Command
+from controlplane.cli.command_line import FILE, FOLDER, Command
 from controlplane.cli.replay_log import replay_log
 from controlplane.cli.tables import Screen
 from controlplane.machine.events import Conclude
@@ -45,13 +45,13 @@ EXIT_TIMEOUT_S: Final = 120.0
 
 
 @click.command(cls=Command, short_help="Train a small model on four agents, on this machine, and replay the log.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to make.  [default: a new one]")
+@click.option("--out", type=FOLDER, help="Folder to make.  [default: a new one]")
 @click.option("--steps", type=click.IntRange(6, 1000), default=STEPS, help="Training steps.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the trainer.")
 @click.option("--fault", type=click.Choice(["kill-agent"]), help="Kill one agent in the middle of the run.")
 @click.option(
     "--profiler",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     help="What to profile: a configuration, verl's or ours.  [default: two steps, engines and trainer]",
 )
 def demo(out: Path | None, steps: int, seed: int, fault: Literal["kill-agent"] | None, profiler: Path | None) -> None:
