@@ -131,10 +131,6 @@ class Callers:
     `new_ticket`, `add`, `queue`, `withdraw` and `expire` may be called from any thread, everything else in the loop of
     the bus. An order is taken by a turn or withdrawn by another thread, never both: so a caller that gets an error
     knows whether anything was sent.
-
-    Args:
-        limit: Tickets that may be open at once.
-        reply: Sends a message to an operator.
     """
 
     def __init__(self, limit: int, reply: Callable[[bytes, Reply], None]) -> None:

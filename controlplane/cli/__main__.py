@@ -83,11 +83,7 @@ def cli() -> None:
 
 
 def run(words: Sequence[str] | None = None) -> int:
-    """Run one command line, by default that of this process.
-
-    Returns:
-        The exit code.
-    """
+    """Run one command line, by default that of this process, and return its exit code."""
     try:
         code = cli.main(words, prog_name="rolloutctl", standalone_mode=False)
     except click.Abort:

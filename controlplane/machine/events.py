@@ -101,56 +101,35 @@ class SyncRequested(_Moment, frozen=True, kw_only=True, tag="sync_requested"):
 
 
 class RetireRequested(_Moment, frozen=True, kw_only=True, tag="retire_requested"):
-    """The trainer or an operator takes places out of the run for good.
-
-    Attributes:
-        places: Each a replica, by index, or one agent, by name.
-    """
+    """The trainer or an operator takes places out of the run for good: replicas by index, or agents by name."""
 
     ticket: Positive
     places: tuple[Name, ...]
 
 
 class LeaveRequested(_Moment, frozen=True, kw_only=True, tag="leave_requested"):
-    """An agent wants its replica to leave the fleet, and to be retired.
-
-    Attributes:
-        grace_ms: As in `Drain`.
-    """
+    """An agent wants its replica to leave the fleet, and to be retired."""
 
     peer: Peer
     grace_ms: Grace
 
 
 class PlaceRequested(_Moment, frozen=True, kw_only=True, tag="place_requested"):
-    """An agent that has not said hello asks which replica to be.
-
-    Attributes:
-        token: As in `PlaceRequest`.
-    """
+    """An agent that has not said hello asks which replica to be."""
 
     peer: Peer
     token: Token
 
 
 class SendFailed(_Moment, frozen=True, kw_only=True, tag="send_failed"):
-    """The trainer could not send the weights that the load phase of a sync waits for.
-
-    Attributes:
-        ticket: Of the sync.
-        reason: What the sender raised.
-    """
+    """The trainer could not send the weights that the load phase of the sync with this ticket waits for."""
 
     ticket: Positive
     reason: Text
 
 
 class SendReturned(_Moment, frozen=True, kw_only=True, tag="send_returned"):
-    """The trainer says that it has sent the weights that the load phase of a sync waits for.
-
-    Attributes:
-        ticket: Of the sync.
-    """
+    """The trainer has sent the weights that the load phase of the sync with this ticket waits for."""
 
     ticket: Positive
 
@@ -271,11 +250,7 @@ class Publish(Struct, frozen=True, kw_only=True, tag="publish"):
 
 
 class Send(Struct, frozen=True, kw_only=True, tag="send"):
-    """Send a control message to one agent.
-
-    Attributes:
-        seq: For the message's header.
-    """
+    """Send a control message to one agent."""
 
     peer: Peer
     epoch: Positive
@@ -301,11 +276,7 @@ class Conclude(Struct, frozen=True, kw_only=True, tag="conclude"):
 
 
 class Refuse(Struct, frozen=True, kw_only=True, tag="refuse"):
-    """The command was not published, the sync was ended, or nothing was retired.
-
-    Attributes:
-        kind: Which error the caller gets.
-    """
+    """The command was not published, the sync was ended, or nothing was retired."""
 
     ticket: Positive
     kind: Literal["command", "sync_in_progress", "closed", "retire"]

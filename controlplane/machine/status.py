@@ -30,17 +30,7 @@ def fleet_status(
     request_counts: Mapping[str, RequestCounts] = MappingProxyType({}),
     wall_ns: int | None = None,
 ) -> FleetStatus:
-    """Return the fleet at one moment.
-
-    Args:
-        state: What the coordinator knows.
-        now_us: Monotonic clock of the bus.
-        log: Path of the run's log.
-        last_heard_us: When each peer last sent a message, on the same clock. The bus's inbox keeps it.
-        latencies_us: From publishing a command to the arrival of its newest answer, by agent.
-        request_counts: Of the engines' requests, by peer.
-        wall_ns: Wall clock of the bus; None to leave out how long engine calls have taken.
-    """
+    """Return the fleet at one moment."""
     (serving, unproven), waits_for = proven_replicas(state), _waits_for(state)
     lines: list[tuple[tuple[object, ...], AgentLine]] = []
     for name, member in state.members.items():

@@ -112,15 +112,8 @@ class RunLog:
     ) -> Self:
         """Create the log of a new run, or continue one.
 
-        Args:
-            path: Of the file.
-            run: `resume`: there must be a log, and it is continued. `auto`, or None: it is continued if there is one,
-                else a run begins. `new`: the log of an earlier run is kept beside the new one, with its run's id in its
-                name. Anything else is the id of a new run, or of the one that the log must be of.
-            durability: `disk` flushes each group to the disk, `os` leaves that to the system.
-            bytes_max: Drop the oldest records when the file is larger; None to keep them.
-            age_max_s: Drop records that are older; None to keep them.
-            copy: Folder of a live copy of the log. A log that lacks some of it is put aside, and written from it.
+        `run` is that of `ControlPlane`, the others are those of `BusConfig`. A log that lacks some of its live copy is
+        put aside, and written from that.
 
         Raises:
             ConfigError: It is the log of another run, or there is none to resume.

@@ -154,13 +154,7 @@ class CompletionsClient:
         return self._models[replica]
 
     def _able(self, adapter: NewestAdapter | None, avoided: set[int], until: float) -> tuple[list[int], dict[str, str]]:
-        """Return the replicas to ask, those that failed a moment ago only if there are no others; wait for one.
-
-        Args:
-            adapter: As for `generate`. The second value names it in a request.
-            avoided: Those that failed; changed here.
-            until: When to wait no longer.
-        """
+        """Return the replicas to ask, those that failed a moment ago only if there are no others; wait for one."""
         while True:
             able, model = self._holders(adapter)
             if better := [replica for replica in able if replica not in avoided]:
@@ -209,12 +203,7 @@ class CompletionsClient:
         return list(collected.items())
 
     def _given_up(self, owing: Iterable[int], out_since: dict[int, float]) -> dict[int, httpx.TransportError]:
-        """Return those that have served no more for a while in which others did. Their servers may be frozen.
-
-        Args:
-            owing: Replicas that have not answered.
-            out_since: Since when each of them does not; changed here.
-        """
+        """Return those that have served no more for a while in which others did. Their servers may be frozen."""
         now, serving = time.monotonic(), known(self._serving) or {}
         for replica in owing:
             out_since[replica] = min(out_since[replica], now) if serving and replica not in serving else math.inf

@@ -119,12 +119,7 @@ class GatedQueue(queue.Queue[Any]):
         self._rollouts, self._batch, self._refused = rollouts, batch, 0
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Return the next sample that is accepted.
-
-        Raises:
-            queue.Empty: As for any queue.
-            EngineError: Too many in a row were refused.
-        """
+        """Return the next sample that is accepted. Raises EngineError if too many in a row were refused."""
         while True:
             sample, rollout = super().get(block, timeout)
             verdict = self._rollouts.verdict(rollout)

@@ -121,14 +121,7 @@ Reader = Callable[[Fields, Sequence[str]], Meaning]
 
 
 def read_request(verb: str, path: str, fields: Fields, roots: Sequence[str]) -> Meaning:
-    """Return what a request means.
-
-    Args:
-        verb: Its method.
-        path: Its path below the base URL of the replica.
-        fields: The parameters of its query and the fields of its JSON body.
-        roots: Names of the root of checkpoints, as absolute paths.
-    """
+    """Return what a request means: fields are those of its query and body, roots names of the checkpoints' folder."""
     reader = CONTROL.get((verb, path))
     if reader is None:
         return RefusedPost(f"{verb} {path} is refused: {REFUSED.get(path, UNKNOWN)}. Nothing was done")

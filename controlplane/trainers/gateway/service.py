@@ -142,11 +142,7 @@ class Gateway:
         return f"http://{_in_url(self._host)}:{self._port}"
 
     def base_urls(self, host: str | None = None) -> list[str]:
-        """Return the base URL of each replica.
-
-        Args:
-            host: The gateway's, as its client knows it; None for the address that it listens on.
-        """
+        """Return the base URL of each replica, by the gateway's host as its client knows it."""
         name = _in_url(host or self._host)
         if self._replica_of:
             return [f"http://{name}:{port}" for port in self._replica_of]
