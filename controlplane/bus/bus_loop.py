@@ -32,7 +32,7 @@ from controlplane.bus.recent import Recent
 from controlplane.bus.turn_clock import TurnClock
 from controlplane.machine import events
 from controlplane.machine.coordinator import CoordinatorState, decide, next_deadline
-from controlplane.machine.coordinator_state import UNKNOWN_PEER, member_at
+from controlplane.machine.coordinator_state import member_at
 from controlplane.machine.status import fleet_status
 from controlplane.record.log import RunLog
 from schemas import wire
@@ -235,8 +235,6 @@ class BusLoop:
         drained = self._receive(at_us, at_ns)
         if self.inbox.time_replies:
             self._send_time_replies()
-        if self.inbox.unregistered:
-            self._tell_unregistered()
         if at_us >= self._next_head_us:
             self._beat(at_us, drained)
         batch = self.inbox.take_events()
@@ -263,7 +261,7 @@ class BusLoop:
             self._floods.clear()
         elif messages:
             self._note_backlog(messages)
-        if self.inbox.requests or self.inbox.refused or self.inbox.denied:
+        if self.inbox.requests or self.inbox.replies:
             self._handle_requests()
         return drained and not arrived
 
@@ -384,7 +382,6 @@ class BusLoop:
         """Nothing that agents hear may renew their leases, nor anything that they say fill the memory."""
         self.inbox.operators_only = True
         self.inbox.acks.clear()
-        self.inbox.unregistered.clear()
         self.publisher.set_welcome(b"")
 
     # --- effects ------------------------------------------------------------------------------------------------------
@@ -442,19 +439,10 @@ class BusLoop:
             self._answer(peer, self.state.epoch, self.state.seq, reply)
         self.inbox.time_replies.clear()
 
-    def _tell_unregistered(self) -> None:
-        """Tell each connection that sent something before its hello to say it. No decision: nothing is recorded."""
-        header = wire.encode_header(self.state.epoch, 0, self.state.seq)
-        for connection in self.inbox.unregistered:
-            self.router.send_nowait([connection, header, wire.encode(UNKNOWN_PEER)])
-        self.inbox.unregistered.clear()
-
     # --- operators ----------------------------------------------------------------------------------------------------
 
     def _handle_requests(self) -> None:
-        requests, refused, denied = self.inbox.take_requests()
-        for connection, answer in denied.items():
-            self._reply(connection, answer)
+        requests, replies = self.inbox.take_requests()
         fleet: FleetStatus | None = None  # one for all that ask in this turn
         for connection, request, is_observer in requests:
             if isinstance(request, wire.StatusRequest):
@@ -466,15 +454,12 @@ class BusLoop:
                 or self.callers.add_operator(self.now_us(), connection, request)
             ):
                 self._reply(connection, wire.RequestRejected(reason=reason))
-        for connection, reason in refused.items():
-            self._reply(connection, wire.RequestRejected(reason=reason))
+        for connection, reply in replies.items():
+            self._reply(connection, reply)
 
     def _reply(self, connection: bytes, reply: wire.Reply | wire.Rejoin) -> None:
         for body in wire.encode_reply(reply):
-            self._send_body(connection, body)
-
-    def _send_body(self, connection: bytes, body: bytes) -> None:
-        self.router.send_nowait(self._framed(connection, body))
+            self.router.send_nowait(self._framed(connection, body))
 
     def _framed(self, connection: bytes, body: bytes) -> list[bytes]:
         return [connection, wire.encode_header(self.state.epoch, 0, self.state.seq), body]

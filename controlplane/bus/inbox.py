@@ -22,7 +22,7 @@ from typing import Final
 
 from controlplane.bus.notices import LineLimit
 from controlplane.machine import events
-from controlplane.machine.coordinator_state import CoordinatorState, member_at
+from controlplane.machine.coordinator_state import UNKNOWN_PEER, CoordinatorState, member_at
 from controlplane.machine.permissions import Grant, refusal
 from controlplane.record.log import RunLog
 from schemas import wire
@@ -69,9 +69,8 @@ class Inbox:
     Attributes:
         acks: For agents whose decisions were recorded; to be sent once they are committed.
         requests: Of operators and observers, with the connections to answer, and whether an observer's key was used.
-        refused: Connections without a hello whose message can't be read or is out of bounds, with the reason.
-        unregistered: Connections that sent something without a hello; to be told to say it.
-        denied: Connections whose key does not allow what they sent, with what to tell them.
+        replies: What to tell connections at once: to say hello, that a message can't be read, or that a key does not
+            allow what they sent. No decision is behind it, so nothing is recorded.
         time_replies: For agents that asked for the time; to be completed and sent at once.
         request_counts: What each peer last said of its engine's requests.
         operators_only: Messages of agents are ignored from now on.
@@ -82,9 +81,7 @@ class Inbox:
         self.events: list[events.CoordinatorEvent] = []
         self.acks: list[tuple[str, wire.Ack]] = []
         self.requests: list[tuple[bytes, wire.Operator, bool]] = []
-        self.refused: dict[bytes, str] = {}
-        self.unregistered: set[bytes] = set()
-        self.denied: dict[bytes, wire.Rejoin | wire.RequestRejected] = {}
+        self.replies: dict[bytes, wire.Rejoin | wire.RequestRejected] = {}
         self.time_replies: list[tuple[str, wire.TimeReply]] = []
         self.last_heard_us: dict[str, int] = {}
         self.request_counts: dict[str, RequestCounts] = {}
@@ -130,12 +127,12 @@ class Inbox:
             elif not self.operators_only:
                 self._on_agent(connection, peer, header, frames[-1], message, key)
         except WireError as error:
-            if frames[1:] == [b""]:  # the probe with which an agent's connection begins
-                self.unregistered.add(connection)
-            else:
+            if frames[1:] != [b""]:
                 self._on_malformed(frames, error)
                 if message is None and connection not in self._peers:  # perhaps an operator, who waits for an answer
-                    self.refused[connection] = str(error)
+                    self.replies[connection] = wire.RequestRejected(reason=str(error))
+            elif not self.operators_only:  # the probe with which an agent's connection begins
+                self.replies[connection] = UNKNOWN_PEER
 
     def _read(self, frames: list[bytes]) -> tuple[wire.Header, wire.Upward | wire.Operator]:
         """Decode a message. Most agents answer a command alike: then it is decoded once, and they share one outcome."""
@@ -169,12 +166,10 @@ class Inbox:
 
     def take_requests(
         self,
-    ) -> tuple[
-        list[tuple[bytes, wire.Operator, bool]], dict[bytes, str], dict[bytes, wire.Rejoin | wire.RequestRejected]
-    ]:
-        """Return `requests`, `refused` and `denied`, and forget them."""
-        taken = self.requests, self.refused, self.denied
-        self.requests, self.refused, self.denied = [], {}, {}
+    ) -> tuple[list[tuple[bytes, wire.Operator, bool]], dict[bytes, wire.Rejoin | wire.RequestRejected]]:
+        """Return `requests` and `replies`, and forget them."""
+        taken = self.requests, self.replies
+        self.requests, self.replies = [], {}
         return taken
 
     def forget_statuses(self) -> None:
@@ -218,7 +213,7 @@ class Inbox:
         elif peer is not None:
             self._on_message(peer, header, body, message)
         elif not isinstance(message, wire.Goodbye):
-            self.unregistered.add(connection)
+            self.replies[connection] = UNKNOWN_PEER
 
     def _on_message(self, peer: str, header: wire.Header, body: bytes, message: wire.Upward) -> None:
         """Read a message of an agent that said hello on this connection."""
@@ -313,9 +308,9 @@ class Inbox:
         if self._lines.allows(self._at_us):
             logger.warning("refused %s from connection %s: %s", type(message).__name__, connection.hex(), reason)
         if isinstance(message, wire.Operator):
-            self.denied[connection] = wire.RequestRejected(reason=reason)
+            self.replies[connection] = wire.RequestRejected(reason=reason)
             return
-        self.denied[connection] = wire.Rejoin(reason=reason, give_up=True)
+        self.replies[connection] = wire.Rejoin(reason=reason, give_up=True)
         peer = self._peers.get(connection)
         if peer is not None:
             self._flush_answers()
