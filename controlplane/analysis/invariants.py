@@ -38,6 +38,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from controlplane.analysis.findings import ObservedFleet
+from controlplane.analysis.findings import Violation as Violation
 from controlplane.analysis.proof import Proofs
 from controlplane.machine import events as bus_events
 from controlplane.machine.coordinator_state import CoordinatorState, OpenCommand
@@ -61,19 +62,6 @@ TRIED_AGAIN_NS: Final = 60_000_000_000
 """Time within which an agent must do something about an engine that it failed to pause."""
 K = TypeVar("K", bound=Hashable)
 _Interned = dict[Hashable, Hashable]
-
-
-class Violation(Struct, frozen=True):
-    """An invariant that did not hold."""
-
-    invariant: str
-    position: int
-    agents: tuple[str, ...]
-    text: str
-
-    def __str__(self) -> str:
-        agents = f" ({', '.join(self.agents)})" if self.agents else ""
-        return f"{self.invariant} at record {self.position}{agents}: {self.text}"
 
 
 def verify(entries: Iterable[LogItem]) -> Iterator[Violation]:
@@ -112,7 +100,7 @@ def verify(entries: Iterable[LogItem]) -> Iterator[Violation]:
     for agent in agents.values():
         if bus is not None and bus.is_live(agent.name):  # one that is gone need not go on trying
             yield from agent.unpaused_since(bus.now_ns)
-    yield from (Violation(*finding) for finding in observed.findings())
+    yield from observed.findings()
 
 
 # --- the bus ----------------------------------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from controlplane.analysis.findings import OBSERVED, ObservedReplica
-from controlplane.analysis.invariants import Violation
+from controlplane.analysis.findings import OBSERVED, ObservedReplica, Violation
 from controlplane.report.fleet_history import AgentHistory, Quarantine, ReplicaHistory
 from controlplane.report.game_day import InjectedFault
 from schemas.formatting import agent_order, format_agents, kind_and_reason
