@@ -156,8 +156,12 @@ class ObservedReplica:
 class ObservedFleet:
     """The observed replicas of one log. Feed it the entries in order, then ask."""
 
-    def __init__(self, begin: CoordinatorState | None = None) -> None:
-        begin = begin or CoordinatorState()
+    def __init__(self) -> None:
+        self.begin(None)
+
+    def begin(self, state: CoordinatorState | None) -> None:
+        """The log begins with this state."""
+        begin = state or CoordinatorState()
         self._policy = begin.settings.observe or ObservePolicy()
         self._observing = {name for name, member in begin.members.items() if _is_seen(member.hello.identity)}
         self._process = {name: process_of(member.peer) for name, member in begin.members.items()}

@@ -64,22 +64,24 @@ K = TypeVar("K", bound=Hashable)
 _Interned = dict[Hashable, Hashable]
 
 
-def verify(entries: Iterable[LogItem]) -> Iterator[Violation]:
+def verify(entries: Iterable[LogItem], observed: ObservedFleet | None = None) -> Iterator[Violation]:
     """Yield the violations in the order of the log. Raises LogCorrupt where the coordinator's can't be read.
 
-    Of marks only one before all records counts: with it begins a log whose oldest records were dropped.
+    Of marks only one before all records counts: with it begins a log whose oldest records were dropped. `observed`
+    follows what is only observed, for a caller who wants more of it.
     """
     bus: _Bus | None = None
     agents: dict[tuple[str, str], _Agent] = {}
     interned: _Interned = {}
-    observed = ObservedFleet()
+    observed = observed or ObservedFleet()
     for entry in entries:
         if isinstance(entry, AgentMark):
             continue
         if isinstance(entry, LogMark):
             if bus is None:
                 begin = decode_state(entry)
-                bus, observed = _Bus(begin), ObservedFleet(begin)
+                bus = _Bus(begin)
+                observed.begin(begin)
             continue
         bus = bus or _Bus(CoordinatorState())
         if not entry.agent:

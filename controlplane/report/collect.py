@@ -64,7 +64,7 @@ def collect(entries: Iterable[LogItem]) -> RunReport:
     collector = _Collector()
     source = iter(entries)
     try:
-        for violation in verify(collector.pass_through(source)):
+        for violation in verify(collector.pass_through(source), collector.observed):
             collector.report.violations.append(violation)
     except LogCorrupt as error:
         collector.report.damage = str(error)
@@ -78,6 +78,7 @@ class _Collector:
 
     def __init__(self) -> None:
         self.report = RunReport()
+        self.observed = ObservedFleet()
         self._game_day = GameDay()
         self._at_us = 0
         self._step, self._steps, self._kept = StepSummary(), deque[StepSummary](), 0
@@ -90,7 +91,7 @@ class _Collector:
 
     def _begin(self, state: CoordinatorState | None) -> None:
         """The log begins with this state."""
-        self._fleet, self._observed = FleetHistory(state), ObservedFleet(state)
+        self._fleet = FleetHistory(state)
         self._causes, self._engines = Causes(self._fleet), _Engines(self._fleet)
 
     def pass_through(self, entries: Iterable[LogItem]) -> Iterator[LogItem]:
@@ -131,7 +132,7 @@ class _Collector:
         report.agents, report.quarantines, report.replicas = fleet.agents(), fleet.quarantines, fleet.replicas()
         report.stopped = stopped_replicas(fleet.state)
         report.calls = self._engines.calls
-        observed = self._observed.replicas()
+        observed = self.observed.replicas()
         report.observed = {identity_of(agent).replica: observed[agent] for agent in sorted(observed, key=agent_order)}
         return report
 
@@ -142,12 +143,9 @@ class _Collector:
                 self._engines.add(entry)
                 if entry.kind == "fault":
                     self._game_day.injected(entry.agent, entry.typed_event(), entry.at_ns)  # type: ignore[arg-type]
-                if entry.kind in ("started", "observed", "stopping"):
-                    self._observed.follow_agent(entry, entry.typed_event())  # type: ignore[arg-type]
             return
         event, effects = entry.typed_event(), entry.typed_effects()
         self._at_us = event.at_us  # type: ignore[union-attr]
-        self._observed.follow_bus(entry, event, effects)  # type: ignore[arg-type]
         self._add_event(event, entry.at_ns)  # type: ignore[arg-type]
         for effect in effects:
             self._add_effect(effect)  # type: ignore[arg-type]

@@ -42,11 +42,9 @@ class AgentHistory(Struct, kw_only=True):
     member: Member
     line: AgentLine | None = None
     heard_ns: int = 0
-    since_ns: int | None = None
     lives: int = 0
     instance: str = ""
     launches: int = 0
-    fleet_ns: int = 0
     losses: list[tuple[int, str]] = []
     losses_count: int = 0
     failed: int = 0
@@ -67,11 +65,6 @@ class AgentHistory(Struct, kw_only=True):
     def healthy(self) -> bool:
         """Whether it never had a problem."""
         return not (self.bad or self.losses_count or self.failed or self.missing or self.launches or self.lives > 1)
-
-    def count_time(self, live: bool, now_ns: int) -> None:
-        """Add the time in the fleet up to now, and go on counting if it is live."""
-        self.fleet_ns += now_ns - (now_ns if self.since_ns is None else self.since_ns)
-        self.since_ns = now_ns if live else None
 
     @property
     def unready(self) -> bool:
@@ -185,7 +178,6 @@ class FleetHistory:
         lines = {line.agent: line for line in fleet_status(self.state, self._at_us, "", {}).agents}
         for name, agent in self._agents.items():
             agent.line = lines.get(name)
-            agent.count_time(agent.member.state == "live", self.now_ns)
         return [self._agents[name] for name in sorted(self._agents, key=agent_order)]
 
     @property
@@ -221,7 +213,6 @@ class FleetHistory:
             member = replace(known, state="gone" if gone else "left") if ended or known.joined else known
         agent.member, joins = member, isinstance(event, events.JoinReceived) and known.fresh and not member.fresh
         agent.lives += joins
-        agent.count_time(member.state == "live", self.now_ns)
         if is_primary(member):
             self._look_at_replica(member, joins)
         if not (ended and isinstance(event, events.PeerLost) and member.state == "gone"):
