@@ -57,14 +57,8 @@ class Bus(BusLoop):
     `publish`, `sync`, `retire`, `view`, `run_soon` and `watch` may be called from any thread, everything else in the
     loop of the bus. Entering raises AddressInUse, BusAddressError, KeyFileError or LogError.
 
-    Args:
-        address: Where agents and operators connect. `tcp://127.0.0.1:0` lets the system choose a port, see `.address`.
-        log: Open; the bus closes it.
-        insecure: Allow an address that other machines can reach, without keys.
-        keys: Let in only who holds one of these keys, and what it may do. Not for `inproc://`, which needs none.
-        checkpoints: Directory that the paths of an operator's syncs are relative to.
-        context: For `inproc://` addresses, which exist within one context only; else the process's own, or with keys
-            one of the bus's own, since a context has one handler for keys.
+    The arguments are those of `ControlPlane`. The log is open, and the bus closes it. Keys are not for `inproc://`. A
+    bus with keys has a context of its own unless it is given one, since a context has one handler for keys.
 
     Attributes:
         orders: Who hears of each order, in the thread of its caller, before the bus does.

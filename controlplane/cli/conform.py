@@ -8,12 +8,11 @@ from typing import Any
 
 import anyio
 import click
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from controlplane.cli import interrupt
 from controlplane.cli.command_line import FOLDER, Command, api_key_file
-from controlplane.cli.tables import Screen
+from controlplane.cli.tables import Screen, new_table
 from schemas.errors import ConfigError, ExtraMissing
 from schemas.formatting import markup
 from schemas.identity import Identity
@@ -139,9 +138,7 @@ def _client(name: str, options: EngineOptions, engine: Any) -> GenerationClient:
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for column in ("operation", "verdict", "what was seen", "seconds"):
-        table.add_column(column, justify="right" if column == "seconds" else "left", overflow="fold")
+    table = new_table(("operation", "verdict", "what was seen", "seconds"), ("seconds",))
     for row in rows:
         colour = COLOURS[row.verdict]
         table.add_row(row.operation, f"[{colour}]{row.verdict}[/{colour}]", markup(row.seen), f"{row.seconds:.1f}")

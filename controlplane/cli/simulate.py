@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Final
 
 import click
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from controlplane.cli.command_line import FILE, Command, json_option
-from controlplane.cli.tables import Screen
+from controlplane.cli.tables import Screen, new_table
 from controlplane.record.log import RunLog
 from controlplane.simulate.cost_plot import plot as drawn
 from controlplane.simulate.costs import RunCosts
@@ -92,10 +91,7 @@ def _grid(tree: Tree, vary: tuple[str, ...]) -> dict[str, Tree]:
 
 
 def _table(rows: list[tuple[str, RunCosts]]) -> Table:
-    table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("run")
-    for name in COLUMNS:
-        table.add_column(name, justify="right")
+    table = new_table(("run", *COLUMNS), COLUMNS)
     for label, costs in rows:
         table.add_row(
             *(markup(label), _number(costs.hours), f"{costs.sync_p50:.2f} s", f"{costs.sync_p99:.2f} s"),

@@ -18,11 +18,6 @@ class FleetView:
         self._proven = proven_replicas(state)
 
     @property
-    def agents_max(self) -> int:
-        """How many agents the run has places for."""
-        return self.state.settings.agents_max
-
-    @property
     def has_committed(self) -> bool:
         """Whether a weight sync of this run was ever committed for the whole fleet."""
         return self.state.default_desired.version > 0

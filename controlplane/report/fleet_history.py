@@ -272,17 +272,6 @@ class FleetHistory:
 
 def _senders(event: events.CoordinatorEvent) -> tuple[str, ...]:
     """The agents that an event is about."""
-    match event:
-        case events.AnswersReceived(answers=answers):
-            return tuple(agent_of(answer.peer) for answer in answers)
-        case (
-            events.HelloReceived(peer=peer)
-            | events.JoinReceived(peer=peer)
-            | events.ResendRequested(peer=peer)
-            | events.StatusReceived(peer=peer)
-            | events.LeaveRequested(peer=peer)
-            | events.PeerLost(peer=peer)
-        ):
-            return (agent_of(peer),)
-        case _:
-            return ()
+    if isinstance(event, events.AnswersReceived):
+        return tuple(agent_of(answer.peer) for answer in event.answers)
+    return (agent_of(event.peer),) if isinstance(event, events.PeerEvent) else ()

@@ -192,14 +192,9 @@ class Numbers:
 
 
 class TorchTrace:
-    """The events of one file, on the bus's clock.
+    """The events of one file, on the bus's clock: `shift_ns` is what to add to its `ts` to get those of the timeline.
 
-    Args:
-        file: The trace.
-        owner: Name of its process; the owner's other traces are drawn in it, too.
-        shift_ns: What to add to its `ts` to get those of the timeline.
-        sort: Position of its process.
-        numbers: Shared by all traces of a timeline.
+    It is drawn in the process of its `owner`, with that one's other traces.
 
     Attributes:
         count: Events yielded so far, without names.

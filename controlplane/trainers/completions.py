@@ -94,10 +94,8 @@ class CompletionsClient:
     ) -> list[Rollout]:
         """Return one completion for each prompt, in their order; with an adapter, each of one version of it.
 
-        Args:
-            prompts: Token ids of each.
-            sampling: Other fields of the request, such as `max_tokens` and `temperature`.
-            adapter: Looks up the LoRA adapter to name, and which replicas hold it; None for the weights themselves.
+        Prompts are token ids, `sampling` has the other fields of the request, such as `max_tokens`. `adapter` looks up
+        the LoRA adapter to name, and which replicas hold it.
 
         Raises:
             ConfigError: A replica that serves has no URL, or an URL no vLLM, before anything was ever sampled. Or its
