@@ -246,12 +246,12 @@ class ControlPlane(EngineCommands):
             BusClosed: The bus has ended.
         """
         bus = self.bus
-        if held_up := bus.held_up.status():
+        if held_up := bus.status_if_held_up():
             return held_up
         try:
             return bus.run_soon(partial(_status, bus), STATUS_MS).wait()
         except BusFaulted:  # the disk began to hang meanwhile
-            if held_up := bus.held_up.status():
+            if held_up := bus.status_if_held_up():
                 return held_up
             raise
 

@@ -12,12 +12,16 @@ Rule 3  A bus that can't write stops deciding and sends agents nothing, not even
         engine stays paused. Callers get BusFaulted; operators still get the status. So does a bus whose turn raised
         anything else: whatever the cause, no caller waits for a bus that is dead.
 Rule 4  A log that only takes long is waited for, up to a lease, by when the agents have left the bus anyway. Meanwhile
-        another thread (`watch`) ends tickets at their deadlines, and operators get the status (`held_up`).
+        another thread (`watch`) ends tickets at their deadlines. A commit keeps the loop, so it takes that one's place
+        at the sockets: operators get the status as of the turn before, and what agents send is kept for the turns to
+        come. `_lock` belongs to the loop at all times but during a commit, and only its holder touches the sockets.
 """
 
+import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Final, assert_never
 
@@ -25,7 +29,6 @@ import anyio
 from msgspec.structs import replace
 
 from controlplane.bus.callers import NOTHING_SENT, Callers
-from controlplane.bus.held_up import HeldUp
 from controlplane.bus.inbox import Inbox, connection_of
 from controlplane.bus.notices import Notices
 from controlplane.bus.recent import Recent
@@ -64,6 +67,10 @@ FLUSH_RECORDS: Final = 128
 """And how many: to commit 900 uploads of a large fleet, and to acknowledge them, took 6 ms."""
 STALLED_US: Final = 1_000_000
 """A head beacon that is later than this shows that the bus itself did not run."""
+LOOK_S: Final = 0.05
+"""How long a look at a loop that is held up waits for another one."""
+KEPT_BYTES_MAX: Final = 64 * 1024 * 1024
+"""Bytes of messages that another thread reads and keeps for the loop."""
 FLOODED: Final = "peers subscribe faster than the bus can take in"
 _NIL: Final = b"\xc0"
 
@@ -73,7 +80,6 @@ class BusLoop:
 
     Attributes:
         closed: The bus takes no orders: it is not open yet, or closes.
-        held_up: Answers operators while that takes too long.
         insecure: Programs on other machines can command this fleet; the status says so.
     """
 
@@ -101,7 +107,8 @@ class BusLoop:
         self._deadline: tuple[CoordinatorState, int | None] | None = None  # what the newest state asked for
         self._timer = Timer(self._on_time)
         self.clock = TurnClock(log.path, config, self.now_us, lambda: log.copy_behind)
-        self.held_up = HeldUp(self.clock, self._arrived, lambda: self.router, self.status, self._framed, self.callers)
+        self._lock = threading.Lock()
+        self._touched = False  # another thread has touched the sockets
         self._changed: anyio.Event | None = None  # while a state is waited for
 
     def prepare(self, inbox: Inbox, admit: Callable[[], None] | None) -> None:
@@ -115,7 +122,7 @@ class BusLoop:
         # Under uvloop, the loop's clock has a resolution of one millisecond, which is too coarse for a latency.
         self._skew_us = int(anyio.current_time() * 1_000_000) - time.monotonic_ns() // 1000
         self.inbox, self._admit = inbox, admit
-        self.held_up.prepare(inbox, admit)
+        self._lock.acquire()
         self._next_head_us = self.now_us()
 
     def now_us(self) -> int:
@@ -135,7 +142,11 @@ class BusLoop:
             self.callers.expire(self.now_us(), BusFaulted(f"{FLOODED}, or this process leaves it no time to run"))
             return
         self.clock.watch(self.callers, self._fault)
-        self.held_up.look()
+        if self.clock.hold_up and self._lock.acquire(blocking=False):
+            try:
+                self._answer_elsewhere()
+            finally:
+                self._lock.release()
 
     def status(self) -> FleetStatus:
         """Return the fleet at this moment."""
@@ -343,7 +354,7 @@ class BusLoop:
         """Write the group. Returns False if that fails, and then the bus has stopped (rule 3)."""
         self._flush_us = None
         try:
-            with self.held_up.lent():
+            with self._lent():
                 self._write_group()
         except LogError as error:
             self.stop(error)
@@ -438,6 +449,59 @@ class BusLoop:
             reply = replace(reply, replied_ns=wall_clock_ns(), heartbeat_ms=heartbeat_ms)
             self._answer(peer, self.state.epoch, self.state.seq, reply)
         self.inbox.time_replies.clear()
+
+    # --- while a commit keeps the loop --------------------------------------------------------------------------------
+
+    @contextmanager
+    def _lent(self) -> Iterator[None]:
+        """Let another thread have the sockets during the block."""
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
+            if self._touched:
+                self._touched = False
+                self.router.recheck()
+
+    def _answer_elsewhere(self) -> None:
+        """Answer operators in place of the loop, in another thread."""
+        self._touched, arrived = True, self._arrived
+        if self._admit is not None:
+            self._admit()
+        kept = [frames for frames in arrived if not self._is_answered(frames)]
+        arrived.clear()
+        arrived.extend(kept)
+        self.callers.expire(self.clock.expired_us, BusFaulted(self.clock.hold_up), self._reply_elsewhere)
+        nbytes = sum(len(frames[-1]) for frames in kept)
+        while nbytes < KEPT_BYTES_MAX and (frames := self.router.take_elsewhere()) is not None:
+            if not self._is_answered(frames):
+                arrived.append(frames)
+                nbytes += len(frames[-1])
+
+    def status_if_held_up(self) -> FleetStatus | None:
+        """Return the fleet as of the last turn while a commit keeps the loop; else None. In any thread."""
+        if not self.clock.hold_up or not self._lock.acquire(timeout=LOOK_S):
+            return None
+        try:
+            return self.status()
+        finally:
+            self._lock.release()
+
+    def _is_answered(self, frames: list[bytes]) -> bool:
+        if (asked := self.inbox.operator_request(frames)) is None:
+            return False
+        connection, request, is_observer = asked
+        if isinstance(request, wire.StatusRequest):
+            self._reply_elsewhere(connection, replace(self.status(), read_only=is_observer))
+        else:
+            refused = wire.RequestRejected(reason=f"{self.clock.hold_up}. {NOTHING_SENT}")
+            self._reply_elsewhere(connection, refused)
+        return True
+
+    def _reply_elsewhere(self, connection: bytes, reply: wire.Reply) -> None:
+        for body in wire.encode_reply(reply):
+            self.router.send_elsewhere(self._framed(connection, body))
 
     # --- operators ----------------------------------------------------------------------------------------------------
 
