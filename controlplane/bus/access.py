@@ -18,15 +18,14 @@ from zmq.utils import z85
 from controlplane.bus.key_folder import AccessList, KeyFolder, is_settled
 from controlplane.machine.permissions import Grant
 from schemas.errors import KeyFileError
-from schemas.logs import logger_of
+from schemas.logs import RateLimit, logger_of
 from schemas.transport.async_socket import AsyncZmqSocket
 from schemas.transport.sockets import Context
 
 logger = logger_of("keys")
+logger.addFilter(RateLimit())  # any program may try to connect
 
 ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
-REFUSED_LINES: Final = 20
-"""Log lines about refused connections between two looks at the folder."""
 ASKED_MAX: Final = 1_000
 """Questions that another thread answers at once."""
 _VERSION: Final = b"1.0"
@@ -40,7 +39,6 @@ class Access:
         self._signature = folder.signature()
         self._settled = is_settled(self._signature)
         self._list: AccessList = folder.access_list()
-        self._lines = 0
         self.pair = folder.server_pair()
 
     def grant_of(self, public: bytes) -> Grant | str:
@@ -85,7 +83,6 @@ class Access:
         """Return when the list has been replaced, because the folder has changed, and whether a key lost its grant."""
         while True:
             await anyio.sleep(interval_s)
-            self._lines = 0
             before = self._list
             try:
                 # The folder may be on a disk that hangs, which must not hold up the end of the bus either.
@@ -112,12 +109,6 @@ class Access:
         public = z85.encode(credentials[0])
         grant = self.grant_of(public)
         if isinstance(grant, str):
-            self._log_refused(address, grant)
+            logger.warning("refused a connection from %a: %s", address[:64], grant)
             return [sender, b"", _VERSION, request, b"400", grant.encode(), b"", b""]
         return [sender, b"", _VERSION, request, b"200", b"OK", public, b""]
-
-    def _log_refused(self, address: bytes, reason: str) -> None:
-        """Log it, but no more than a few times in each interval: any program may try."""
-        self._lines += 1
-        if self._lines <= REFUSED_LINES:
-            logger.warning("refused a connection from %a: %s", address[:64], reason)

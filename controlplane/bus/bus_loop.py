@@ -30,7 +30,7 @@ from msgspec.structs import replace
 
 from controlplane.bus.callers import NOTHING_SENT, Callers
 from controlplane.bus.inbox import Inbox, connection_of
-from controlplane.bus.notices import Notices
+from controlplane.bus.notices import note_event, note_report
 from controlplane.bus.recent import Recent
 from controlplane.bus.turn_clock import TurnClock
 from controlplane.machine import events
@@ -101,7 +101,7 @@ class BusLoop:
         self._arrived: deque[list[bytes]] = deque()
         self._unreachable: list[str] = []
         self._floods = defaultdict[bytes, float](float)  # by connection, while messages wait: turns that it filled
-        self._recent, self._notices = Recent(), Notices()
+        self._recent = Recent()
         self._next_head_us = 0
         self._flush_us: int | None = None
         self._deadline: tuple[CoordinatorState, int | None] | None = None  # what the newest state asked for
@@ -334,7 +334,7 @@ class BusLoop:
             state, decided = decide(state, event)
             if decided or state is not before:
                 self._log.append(event, decided, at_ns, state if event is batch[-1] else None)
-                self._notices.note_event(event, before, state)
+                note_event(event, before, state)
                 effects.extend(decided)
                 if self.decisions:
                     self._pending_notifications.append((event, decided))
@@ -411,7 +411,7 @@ class BusLoop:
             case events.Conclude():
                 self.callers.conclude(effect)
                 self._recent.note(effect.report, self.now_us())
-                self._notices.note_report(effect.report, self.now_us())
+                note_report(effect.report)
             case events.Refuse():
                 self.callers.refuse(effect)
             case events.Retired(ticket=ticket):

@@ -20,7 +20,6 @@ import hashlib
 from collections.abc import Callable
 from typing import Final
 
-from controlplane.bus.notices import LineLimit
 from controlplane.machine import events
 from controlplane.machine.coordinator_state import UNKNOWN_PEER, CoordinatorState, member_at
 from controlplane.machine.permissions import Grant, refusal
@@ -93,7 +92,6 @@ class Inbox:
         self._peers: dict[bytes, str] = {}  # by connection: who said hello on it
         self._keys: dict[bytes, bytes] = {}  # by connection of those: the key that it has proven to hold
         self._last_status: dict[str, tuple[int, bytes]] = {}  # by peer: seq and body of its last heartbeat
-        self._lines = LineLimit()  # about malformed and refused messages
         self._at_us = self._at_ns = 0
         self._state = log.state
         self._newest_frames: list[bytes] = []  # of the message that was decoded last
@@ -305,8 +303,7 @@ class Inbox:
 
     def _deny(self, connection: bytes, message: wire.Upward | wire.Operator, reason: str) -> None:
         """Note what to tell a connection whose key does not allow what it sent. An agent is a stranger from now on."""
-        if self._lines.allows(self._at_us):
-            logger.warning("refused %s from connection %s: %s", type(message).__name__, connection.hex(), reason)
+        logger.warning("refused %s from connection %s: %s", type(message).__name__, connection.hex(), reason)
         if isinstance(message, wire.Operator):
             self.replies[connection] = wire.RequestRejected(reason=reason)
             return
@@ -327,8 +324,6 @@ class Inbox:
     def _on_malformed(self, frames: list[bytes], error: Exception) -> None:
         """Count it, and log it now and then: by hash, since the bytes are a stranger's."""
         self.malformed += 1
-        if not self._lines.allows(self._at_us):
-            return
         data = b"\0".join(frames[1:])
         digest = hashlib.sha256(data).hexdigest()[:16]
         text = "dropped a malformed message from %a: %s; %d bytes, sha256 %s; %d so far"
