@@ -34,10 +34,9 @@ from controlplane.machine.versions import VERSION_MAX, next_version
 from controlplane.record.log import RunLog
 from controlplane.tickets import Ticket
 from schemas import wire
-from schemas.commands import AdapterRequest, Command, Manifest, Source, Target
+from schemas.commands import Command, Source, Target
 from schemas.config import BusConfig
 from schemas.errors import AddressInUse, BusClosed, BusFaulted, LogError
-from schemas.identity import InFlight
 from schemas.listeners import Listeners
 from schemas.logs import logger_of
 from schemas.reports import FleetStatus, Report, SyncReport
@@ -125,40 +124,15 @@ class Bus(BusLoop):
         self._hand_over(order, ticket)
         return ticket
 
-    def sync(
-        self,
-        version: int | None,
-        source: Source,
-        manifest: Manifest | None,
-        *,
-        in_flight: InFlight,
-        quorum: int | None,
-        target: Target,
-        timeout_ms: int,
-        on_unreachable: events.OnUnreachable = "skip",
-        sends: bool = False,
-        adapter: AdapterRequest | None = None,
-    ) -> Ticket[SyncReport]:
-        """Hand a weight sync to the bus, like `publish`. The arguments are those of `ControlPlane.sync_weights`."""
-        ticket: Ticket[SyncReport] = self.callers.new_ticket(PHASES * timeout_ms * 1000)
+    def sync(self, request: events.SyncRequested) -> Ticket[SyncReport]:
+        """Hand a sync of weights or of an adapter to the bus, like `publish`. Its ticket is set here."""
+        ticket: Ticket[SyncReport] = self.callers.new_ticket(PHASES * request.timeout_ms * 1000)
+        order, version, adapter = replace(request, ticket=ticket.number), request.version, request.adapter
         of_earlier_life = adapter is None and version is not None and version <= self._log.state.newest_version
         advice = self._log.continues if of_earlier_life else ""
-        order = events.SyncRequested(
-            ticket=ticket.number,
-            version=version,
-            source=source,
-            manifest=manifest,
-            in_flight=in_flight,
-            quorum=quorum,
-            target=target,
-            timeout_ms=timeout_ms,
-            on_unreachable=on_unreachable,
-            sends=sends,
-            adapter=adapter,
-        )
         with self._numbering:
             ticket.adapter = adapter.name if adapter is not None else ""
-            ticket.version = self._next_version(ticket.adapter, source) if version is None else version
+            ticket.version = self._next_version(ticket.adapter, request.source) if version is None else version
             if version is None and ticket.version <= VERSION_MAX:  # beyond, only the run itself may count on
                 order = replace(order, version=ticket.version)
             self._hand_over(order, ticket, advice=advice)

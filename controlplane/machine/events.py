@@ -86,7 +86,7 @@ class SyncRequested(_Moment, frozen=True, kw_only=True, tag="sync_requested"):
         adapter: The LoRA adapter that it is a version of; None for base weights.
     """
 
-    ticket: Positive
+    ticket: Count = 0
     version: Positive | None
     source: Source
     manifest: Manifest | None
