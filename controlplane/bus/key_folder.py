@@ -44,7 +44,6 @@ class AllowedKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One accepted key.
 
     Attributes:
-        public: Its public half.
         places: Agents that it may be; empty for any.
     """
 

@@ -26,16 +26,11 @@ class InjectedFault(Struct, kw_only=True):
     """One fault that happened.
 
     Attributes:
-        name: In its plan.
-        what: What went wrong.
-        agent: Where.
         at_ns: When; until the report is finished, when the bus recorded it.
         at_ms: When, on the agent's monotonic clock.
         out_ns: For how long its replica was out of service, gone or behind because of it.
         whole_ns: When its replica was back, and the last sync that had not reached it was followed by one that did;
             None if not by the end of the log.
-        syncs: The first syncs that did not reach it meanwhile.
-        syncs_count: The number of all of them.
     """
 
     name: str

@@ -64,11 +64,7 @@ class ClockLine(Struct, frozen=True, kw_only=True):
 
 
 class Timeline(Struct, frozen=True, kw_only=True):
-    """What was written.
-
-    Attributes:
-        traced_events: Events from `traces`, without names.
-    """
+    """What was written."""
 
     run: str
     path: str

@@ -86,9 +86,7 @@ class UpdateSet:
     """Posts that wait for the same sync, and then its report.
 
     Attributes:
-        replicas: Those that were asked.
-        complete: All of them were, or the set was refused.
-        begun: The sync has begun.
+        complete: All replicas were asked, or the set was refused.
         delivered: Replicas whose answer arrived.
         limits: Those of the newest post, if it had some of its own.
     """

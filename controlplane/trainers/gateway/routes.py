@@ -38,12 +38,7 @@ class Plain(Enum):
 
 
 class UpdatePost(Struct, frozen=True):
-    """Load a checkpoint.
-
-    Attributes:
-        path: Below the root of checkpoints.
-        label: The trainer's own name for these weights; empty if it gave none.
-    """
+    """Load a checkpoint."""
 
     path: str
     label: str = ""

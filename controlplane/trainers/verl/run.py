@@ -42,7 +42,6 @@ class Updated(NamedTuple):
     """How an update of the weights ended.
 
     Attributes:
-        answer: What verl's own update returned.
         quarantined: Replicas that must not serve: their agents keep them paused.
         unattended: Replicas that no agent speaks for.
     """
