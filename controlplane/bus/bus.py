@@ -321,7 +321,7 @@ class Bus(BusLoop):
         tcp = self.address.startswith("tcp://")
         settings = replace(settings, publish_port=int(self.publisher.address.rpartition(":")[2]) if tcp else None)
         at_us, at_ns = self.now_us(), wall_clock_ns()
-        opened = events.Opened(at_us=at_us, at_ns=at_ns, run=self._log.run, settings=settings, logic=LOGIC)
+        opened = events.Opened(run=self._log.run, settings=settings, logic=LOGIC)
         self.run([opened], at_us, at_ns)
         if self.fault is not None:  # a bus that can't record its first decision does not open
             raise self.fault
@@ -339,10 +339,10 @@ class Bus(BusLoop):
         """The last decision, after the tasks have ended. Messages still queued leave within the linger time."""
         self.closed = True
         at_us, at_ns = self.now_us(), wall_clock_ns()
-        while self.fault is None and (orders := self.callers.take_orders(at_us, at_ns, agents=0)):
+        while self.fault is None and (orders := self.callers.take_orders(agents=0)):
             self.run(orders, at_us, at_ns)
         if self.fault is None:
-            self.run([events.Closed(at_us=at_us, at_ns=at_ns)], at_us, at_ns)
+            self.run([events.Closed()], at_us, at_ns)
 
     def _fail_all(self) -> None:
         self._exited = True

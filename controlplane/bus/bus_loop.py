@@ -249,9 +249,9 @@ class BusLoop:
         if at_us >= self._next_head_us:
             self._beat(at_us, drained)
         batch = self.inbox.take_events()
-        batch += self.callers.take_orders(at_us, at_ns, len(self.inbox.last_heard_us))
+        batch += self.callers.take_orders(len(self.inbox.last_heard_us))
         if (deadline_us := self._next_deadline()) is not None and at_us >= deadline_us:
-            batch.append(events.TimerFired(at_us=at_us, at_ns=at_ns))  # last, so that what arrived in time counts
+            batch.append(events.TimerFired())  # last, so that what arrived in time counts
         if not (batch or self._log.pending or self._unreachable or self.inbox.acks):
             return
         self._process(batch, at_us, at_ns)
@@ -302,7 +302,7 @@ class BusLoop:
     def _process(self, batch: list[events.CoordinatorEvent], at_us: int, at_ns: int) -> None:
         """Decide, record and perform; and again for peers that prove unreachable by that."""
         while True:
-            state, effects = self._decide(batch, at_ns)
+            state, effects = self._decide([replace(event, at_us=at_us, at_ns=at_ns) for event in batch], at_ns)
             if effects and not self._commit():
                 return
             changed, self.state = state is not self.state, state
@@ -315,9 +315,7 @@ class BusLoop:
             if not self._unreachable or not self._receive(at_us, at_ns):
                 break
             batch = self.inbox.take_events()
-            batch += [
-                events.PeerLost(at_us=at_us, at_ns=at_ns, peer=peer, reason="unreachable") for peer in self._unreachable
-            ]
+            batch += [events.PeerLost(peer=peer, reason="unreachable") for peer in self._unreachable]
             self._unreachable.clear()
         if self._flush_due(at_us) and not self._commit():
             return

@@ -253,14 +253,13 @@ class Callers:
         """Whether orders wait to be taken."""
         return bool(self._orders)
 
-    def take_orders(self, at_us: int, at_ns: int, agents: int) -> list[CoordinatorEvent]:
-        """Return the oldest orders as events of this moment: a few for many agents, since others wait for a turn."""
+    def take_orders(self, agents: int) -> list[CoordinatorEvent]:
+        """Return the oldest orders: a few for many agents, since others wait for a turn."""
         if not self._orders:
             return []
         with self._taking:
             count = min(len(self._orders), ORDERS_MAX, max(1, SENDS_MAX // max(1, agents)))
-            taken = [self._orders.popleft() for _ in range(count)]
-        return [replace(order, at_us=at_us, at_ns=at_ns) for order in taken]
+            return [self._orders.popleft() for _ in range(count)]
 
     def conclude(self, effect: Conclude) -> None:
         """Resolve the ticket of a command or sync, if a caller waits for it."""

@@ -181,7 +181,7 @@ class Inbox:
         for peer in silent[:LOST_MAX]:
             self._forget(connection_of(peer), peer)
             if member_at(self._state, peer) is not None:
-                self.events.append(events.PeerLost(at_us=self._at_us, at_ns=self._at_ns, peer=peer, reason="silent"))
+                self.events.append(events.PeerLost(peer=peer, reason="silent"))
         for peer in self._last_status.keys() - self.last_heard_us.keys():
             del self._last_status[peer]
         return len(silent) <= LOST_MAX
@@ -205,9 +205,7 @@ class Inbox:
             self._on_hello(connection, message, key)
         elif isinstance(message, wire.PlaceRequest):
             peer = _peer_at(connection, "auto", message.token)
-            self.events.append(
-                events.PlaceRequested(at_us=self._at_us, at_ns=self._at_ns, peer=peer, token=message.token)
-            )
+            self.events.append(events.PlaceRequested(peer=peer, token=message.token))
         elif peer is not None:
             self._on_message(peer, header, body, message)
         elif not isinstance(message, wire.Goodbye):
@@ -215,7 +213,6 @@ class Inbox:
 
     def _on_message(self, peer: str, header: wire.Header, body: bytes, message: wire.Upward) -> None:
         """Read a message of an agent that said hello on this connection."""
-        at_us = self._at_us
         match message:
             case wire.CommandOutcome():
                 self._add_answer(peer, header, message)
@@ -223,9 +220,7 @@ class Inbox:
                 self._last_status[peer] = (header.seq, body)
                 if peer in self._answering:
                     self._flush_answers()
-                self.events.append(
-                    events.StatusReceived(at_us=at_us, at_ns=self._at_ns, peer=peer, seq=header.seq, status=message)
-                )
+                self.events.append(events.StatusReceived(peer=peer, seq=header.seq, status=message))
             case wire.TimeRequest():
                 # Read the clock now, not at the beginning of the turn: a request can't be read before it was sent.
                 if member_at(self._state, peer) is not None:
@@ -237,16 +232,14 @@ class Inbox:
             case wire.DecisionBatch():
                 self._on_decisions(peer, message)
             case wire.ResendRequest(first=first, credit=credit):
-                self.events.append(
-                    events.ResendRequested(at_us=at_us, at_ns=self._at_ns, peer=peer, first=first, credit=credit)
-                )
+                self.events.append(events.ResendRequested(peer=peer, first=first, credit=credit))
             case wire.Join():
-                self.events.append(events.JoinReceived(at_us=at_us, at_ns=self._at_ns, peer=peer))
+                self.events.append(events.JoinReceived(peer=peer))
             case wire.Leave(grace_ms=grace_ms):
-                self.events.append(events.LeaveRequested(at_us=at_us, at_ns=self._at_ns, peer=peer, grace_ms=grace_ms))
+                self.events.append(events.LeaveRequested(peer=peer, grace_ms=grace_ms))
             case wire.Goodbye():
                 self._flush_answers()
-                self.events.append(events.PeerLost(at_us=at_us, at_ns=self._at_ns, peer=peer, reason="left"))
+                self.events.append(events.PeerLost(peer=peer, reason="left"))
 
     def _add_answer(self, peer: str, header: wire.Header, body: wire.CommandOutcome) -> None:
         answer = events.PeerAnswer(
@@ -278,17 +271,11 @@ class Inbox:
         self._last_status.pop(peer, None)  # with a hello, the coordinator forgets the agent's last status
         self.last_heard_us[peer] = self._at_us
         recorded = self._log.recorded(name, hello.journal)
-        self.events.append(
-            events.HelloReceived(
-                at_us=self._at_us, at_ns=self._at_ns, peer=peer, hello=hello, recorded_decisions=recorded
-            )
-        )
+        self.events.append(events.HelloReceived(peer=peer, hello=hello, recorded_decisions=recorded))
 
     def _flush_answers(self) -> None:
         if self._answers:
-            self.events.append(
-                events.AnswersReceived(at_us=self._at_us, at_ns=self._at_ns, answers=tuple(self._answers))
-            )
+            self.events.append(events.AnswersReceived(answers=tuple(self._answers)))
             self._answers.clear()
             self._answering.clear()
 
@@ -313,7 +300,7 @@ class Inbox:
             self._flush_answers()
             self._forget(connection, peer)
             if member_at(self._state, peer) is not None:
-                self.events.append(events.PeerLost(at_us=self._at_us, at_ns=self._at_ns, peer=peer, reason="refused"))
+                self.events.append(events.PeerLost(peer=peer, reason="refused"))
 
     def _forget(self, connection: bytes, peer: str) -> None:
         del self._peers[connection], self.last_heard_us[peer]

@@ -43,7 +43,7 @@ class CoordinatorSettings(Struct, frozen=True, kw_only=True):
 
 
 class _Moment(Struct, frozen=True, kw_only=True):
-    """What every event has: when it happened. The bus sets that of a caller's event once it takes it."""
+    """What every event has: when it happened. The bus sets it, to the moment of the turn that decides the event."""
 
     at_us: int = 0
     at_ns: int = 0
