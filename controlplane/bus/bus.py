@@ -43,7 +43,6 @@ from schemas.reports import FleetStatus, Report, SyncReport
 from schemas.transport.publisher_socket import PublisherSocket
 from schemas.transport.sockets import Context, bus_publisher, bus_router, is_local
 from schemas.transport.wakeup import Wakeup
-from schemas.wall_clock import wall_clock_ns
 
 logger = logger_of("bus")
 
@@ -320,9 +319,7 @@ class Bus(BusLoop):
         settings = msgspec.convert(self._config, events.CoordinatorSettings, from_attributes=True)
         tcp = self.address.startswith("tcp://")
         settings = replace(settings, publish_port=int(self.publisher.address.rpartition(":")[2]) if tcp else None)
-        at_us, at_ns = self.now_us(), wall_clock_ns()
-        opened = events.Opened(run=self._log.run, settings=settings, logic=LOGIC)
-        self.run([opened], at_us, at_ns)
+        self.run([events.Opened(run=self._log.run, settings=settings, logic=LOGIC)])
         if self.fault is not None:  # a bus that can't record its first decision does not open
             raise self.fault
         logger.info("bus of run %s, epoch %d, at %s", self._log.run, self.state.epoch, self.address)
@@ -338,11 +335,10 @@ class Bus(BusLoop):
     def _record_end(self) -> None:
         """The last decision, after the tasks have ended. Messages still queued leave within the linger time."""
         self.closed = True
-        at_us, at_ns = self.now_us(), wall_clock_ns()
         while self.fault is None and (orders := self.callers.take_orders(agents=0)):
-            self.run(orders, at_us, at_ns)
+            self.run(orders)
         if self.fault is None:
-            self.run([events.Closed()], at_us, at_ns)
+            self.run([events.Closed()])
 
     def _fail_all(self) -> None:
         self._exited = True

@@ -222,9 +222,9 @@ class BusLoop:
         """Take a turn, to its end."""
         self._take(self._turn)
 
-    def run(self, batch: list[events.CoordinatorEvent], at_us: int, at_ns: int) -> None:
+    def run(self, batch: list[events.CoordinatorEvent]) -> None:
         """Take a turn with these events alone, to its end."""
-        self._take(partial(self._process, batch, at_us, at_ns))
+        self._take(partial(self._process, batch, self.now_us(), wall_clock_ns()))
 
     def _take(self, turn: Callable[[], None]) -> None:
         self.clock.begin()
@@ -407,7 +407,8 @@ class BusLoop:
             case events.Ping():
                 self._ping(effect.peer)
             case events.Conclude():
-                self.callers.conclude(effect)
+                if effect.ticket is not None:
+                    self.callers.resolve(effect.ticket, effect.report)
                 self._recent.note(effect.report, self.now_us())
                 note_report(effect.report)
             case events.Refuse():

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from controlplane.machine.events import (
     CallerEvent,
-    Conclude,
     CoordinatorEvent,
     Issued,
     Refuse,
@@ -260,11 +259,6 @@ class Callers:
         with self._taking:
             count = min(len(self._orders), ORDERS_MAX, max(1, SENDS_MAX // max(1, agents)))
             return [self._orders.popleft() for _ in range(count)]
-
-    def conclude(self, effect: Conclude) -> None:
-        """Resolve the ticket of a command or sync, if a caller waits for it."""
-        if effect.ticket is not None:
-            self.resolve(effect.ticket, effect.report)
 
     def resolve(self, number: int, result: Report | SyncReport | FleetStatus) -> None:
         """Resolve a ticket, if it is of this life of the bus."""

@@ -12,7 +12,6 @@ from controlplane.machine.stops import stopped_replicas
 from schemas.agent_status import RequestCounts
 from schemas.desired import Desired
 from schemas.formatting import describe, format_agents
-from schemas.identity import identity_of
 from schemas.reports import AgentLine, FleetStatus
 
 OPEN_MAX: Final = 64
@@ -51,7 +50,7 @@ def fleet_status(
             requests=request_counts.get(member.peer) if member.state == "live" else None,
             newer=_newer(member, state.desired.get(replica, state.default_desired), serving.get(replica)),
         )
-        lines.append(((not _is_one_of(line, unproven), line.urgency), line))
+        lines.append(((member.hello.identity.unit not in unproven, line.urgency), line))
     lines.sort(key=itemgetter(0))
     waiting = _waiting(state)
     return FleetStatus(
@@ -100,10 +99,6 @@ def _newer(member: Member, desired: Desired, serving: int | None) -> str:
     if desired.asleep or desired.generation == "paused":
         return f"told to {'sleep' if desired.asleep else 'pause'}"
     return "did not carry out its last command" if member.command_acked is False else ""
-
-
-def _is_one_of(line: AgentLine, replicas: frozenset[int]) -> bool:
-    return bool(replicas) and identity_of(line.agent).unit in replicas
 
 
 def _waiting(state: CoordinatorState) -> list[tuple[str, int | None]]:
