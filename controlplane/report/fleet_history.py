@@ -22,8 +22,6 @@ from schemas.identity import agent_of
 from schemas.outcomes import Conclusion, Failed, Missing
 from schemas.reports import AgentLine, SyncReport
 
-MAX_LOSSES = 20
-"""Losses that are listed per agent."""
 MAX_SPANS = 100
 """Problems that are drawn per replica."""
 
@@ -35,7 +33,7 @@ class AgentHistory(Struct, kw_only=True):
         member: As the coordinator last knew it.
         instance: Of its engine, when that was last seen up.
         launches: How often its engine was seen up as another instance than before.
-        losses: When (ns) and why it was lost; `losses_count` counts all.
+        losses: When (ns) and why it was lost.
     """
 
     agent: str
@@ -46,7 +44,6 @@ class AgentHistory(Struct, kw_only=True):
     instance: str = ""
     launches: int = 0
     losses: list[tuple[int, str]] = []
-    losses_count: int = 0
     failed: int = 0
     missing: int = 0
 
@@ -64,7 +61,7 @@ class AgentHistory(Struct, kw_only=True):
     @property
     def healthy(self) -> bool:
         """Whether it never had a problem."""
-        return not (self.bad or self.losses_count or self.failed or self.missing or self.launches or self.lives > 1)
+        return not (self.bad or self.losses or self.failed or self.missing or self.launches or self.lives > 1)
 
     @property
     def unready(self) -> bool:
@@ -217,9 +214,7 @@ class FleetHistory:
             self._look_at_replica(member, joins)
         if not (ended and isinstance(event, events.PeerLost) and member.state == "gone"):
             return None
-        agent.losses_count += 1
-        if len(agent.losses) < MAX_LOSSES:
-            agent.losses.append((self.now_ns, event.reason))
+        agent.losses.append((self.now_ns, event.reason))
         return agent
 
     def _look_at_replica(self, member: Member, restarted: bool) -> None:

@@ -291,7 +291,7 @@ class RunReport(Struct, kw_only=True):
     @property
     def lost(self) -> list[AgentHistory]:
         """Agents that were ever lost."""
-        return [agent for agent in self.agents if agent.losses_count]
+        return [agent for agent in self.agents if agent.losses]
 
     @property
     def tone(self) -> Literal["bad", "warn", "ok"]:
