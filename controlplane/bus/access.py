@@ -15,7 +15,7 @@ import zmq
 from anyio import to_thread
 from zmq.utils import z85
 
-from controlplane.bus.key_folder import AccessList, KeyFolder, is_settled
+from controlplane.bus.key_folder import AccessList, KeyFolder
 from controlplane.machine.permissions import Grant
 from schemas.errors import KeyFileError
 from schemas.logs import RateLimit, logger_of
@@ -37,7 +37,6 @@ class Access:
     def __init__(self, folder: KeyFolder) -> None:
         self._folder = folder
         self._signature = folder.signature()
-        self._settled = is_settled(self._signature)
         self._list: AccessList = folder.access_list()
         self.pair = folder.server_pair()
 
@@ -92,13 +91,11 @@ class Access:
                 logger.error("the keys can't be read again, and those read before stay valid: %s", error)
 
     def _read(self) -> bool:
-        signature = self._folder.signature()
-        if signature == self._signature and self._settled:
+        signature = self._folder.signature()  # before the files: what changes while they are read is read again
+        if signature == self._signature:
             return False
-        settled = is_settled(signature)  # looked at before the files: what changes while they are read is read again
         found = self._folder.access_list()
-        replaced, self._list = found != self._list, found
-        self._signature, self._settled = signature, settled
+        replaced, self._list, self._signature = found != self._list, found, signature
         return replaced
 
     def _answer(self, frames: list[bytes]) -> list[bytes]:
