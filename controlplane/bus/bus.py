@@ -128,13 +128,13 @@ class Bus(BusLoop):
         ticket: Ticket[SyncReport] = self.callers.new_ticket(PHASES * request.timeout_ms * 1000)
         order, version, adapter = replace(request, ticket=ticket.number), request.version, request.adapter
         of_earlier_life = adapter is None and version is not None and version <= self._log.state.newest_version
-        advice = self._log.continues if of_earlier_life else ""
+        ticket.advice = self._log.continues if of_earlier_life else ""
         with self._numbering:
             ticket.adapter = adapter.name if adapter is not None else ""
             ticket.version = self._next_version(ticket.adapter, request.source) if version is None else version
             if version is None and ticket.version <= VERSION_MAX:  # beyond, only the run itself may count on
                 order = replace(order, version=ticket.version)
-            self._hand_over(order, ticket, advice=advice)
+            self._hand_over(order, ticket)
         return ticket
 
     def _next_version(self, adapter: str, source: Source) -> int:
@@ -190,11 +190,11 @@ class Bus(BusLoop):
             await self.change()
         return self.state
 
-    def _hand_over(self, order: events.CallerEvent, ticket: Ticket[Any], *, advice: str = "") -> None:
+    def _hand_over(self, order: events.CallerEvent, ticket: Ticket[Any]) -> None:
         order = checked_order(order)
         self._check()
         self.orders.notify(order)
-        self.callers.add(self.now_us(), order, ticket, advice=advice)
+        self.callers.add(self.now_us(), order, ticket)
         self._wakeup.notify()
         if self.closed or self.fault is not None:  # meanwhile, and perhaps after all open tickets were failed
             self.callers.withdraw(self.fault or _closed(self.address), ticket)

@@ -140,7 +140,6 @@ class Callers:
         self._taking = threading.Lock()  # around each change of the orders
         self._pending_syncs: deque[tuple[int, SyncRequest]] = deque()  # whose checkpoints have not been read yet
         self._asked: anyio.Event | None = None  # while nothing is left to look at
-        self._advice: dict[int, str] = {}  # by ticket: what its caller should know if it is refused or stale
 
     def new_ticket(self, timeout_us: int = FOREVER_US, *, ordered: bool = True) -> Ticket[Any]:
         """Return a ticket with a number of its own: negative, and not in the log, unless it is for an order."""
@@ -149,15 +148,8 @@ class Callers:
         ticket.timeout_us = timeout_us
         return ticket
 
-    def add(self, now_us: int, order: CallerEvent | None, ticket: Ticket[Any], *, advice: str = "") -> None:
-        """Queue an order for the next turn. Raises BusOverloaded.
-
-        Args:
-            now_us: On the bus's clock.
-            order: None for a ticket that the bus resolves without one.
-            ticket: That it resolves.
-            advice: What its caller is told as well if a sync is refused, or stale.
-        """
+    def add(self, now_us: int, order: CallerEvent | None, ticket: Ticket[Any]) -> None:
+        """Queue an order for the next turn; None for a ticket that is resolved without one. Raises BusOverloaded."""
         if len(self._tickets) >= self._limit:
             raise BusOverloaded(
                 f"{self._limit} commands are open (`queue` in BusConfig): wait for their tickets before publishing "
@@ -165,8 +157,6 @@ class Callers:
             )
         ticket.deadline_us = now_us + ticket.timeout_us
         self._tickets[ticket.number] = ticket
-        if advice:
-            self._advice[ticket.number] = advice
         if order is not None:
             self.queue(order)
 
@@ -262,15 +252,16 @@ class Callers:
 
     def resolve(self, number: int, result: Report | SyncReport | FleetStatus) -> None:
         """Resolve a ticket, if it is of this life of the bus."""
-        ticket, advice = self._tickets.pop(number, None), self._advice.pop(number, "")
-        if advice and isinstance(result, SyncReport) and result.status == "stale":
-            result = replace(result, reason=advice)
+        ticket = self._tickets.pop(number, None)
+        if isinstance(ticket, Ticket) and isinstance(result, SyncReport) and result.status == "stale":
+            result = replace(result, reason=ticket.advice or result.reason)
         if ticket is not None:
             ticket.resolve(result)
 
     def refuse(self, effect: Refuse) -> None:
         """Fail the ticket of a command or sync that was refused."""
-        ticket, advice = self._tickets.pop(effect.ticket, None), self._advice.pop(effect.ticket, "")
+        ticket = self._tickets.pop(effect.ticket, None)
+        advice = ticket.advice if isinstance(ticket, Ticket) else ""
         reason = f"{effect.reason} ({advice})" if advice and effect.kind == "command" else effect.reason
         if ticket is not None:
             ticket.fail(_REFUSALS[effect.kind](reason))

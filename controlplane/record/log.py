@@ -30,13 +30,13 @@ from controlplane.machine.events import AnswersReceived, CoordinatorEffect, Coor
 from controlplane.record.bodies import (
     STATE,
     StateBody,
-    check_kind,
     decision_body,
-    decode_state_body,
     deflated,
     inflated,
     newest_decision,
     read_entries,
+    state_body_decoder,
+    tag_decoder,
     upload_body,
 )
 from controlplane.record.entries import AgentMark, LogEntry, LogItem, LogMark, coordinator_event_decoder
@@ -268,7 +268,7 @@ class RunLog:
         new = batch.decisions[max(0, known + 1 - batch.first) :]
         try:
             for decision in new:
-                check_kind(decision.event)
+                tag_decoder.decode(decision.event)
         except DECODE_ERRORS as error:
             raise WireError(f"a decision without a kind: {type(error).__name__}") from None
         if new:
@@ -410,7 +410,7 @@ def _find_cut(file: RecordFile, bytes_max: int | None, age_max_s: int | None, no
 def _agent_mark(record: Record) -> Iterator[AgentMark]:
     """Nothing if it can't be read: nothing depends on it."""
     with suppress(MsgspecError, zlib.error):
-        body = decode_state_body(record.body)
+        body = state_body_decoder.decode(inflated(record.body))
         yield AgentMark(
             position=record.position, agent=record.agent, journal=body.journal, number=body.number, state=body.state
         )
