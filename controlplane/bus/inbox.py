@@ -214,8 +214,10 @@ class Inbox:
     def _on_message(self, peer: str, header: wire.Header, body: bytes, message: wire.Upward) -> None:
         """Read a message of an agent that said hello on this connection."""
         match message:
-            case wire.CommandOutcome():
-                self._add_answer(peer, header, message)
+            case wire.CommandOutcome(outcome=outcome, rule=rule):
+                answer = events.PeerAnswer(peer=peer, origin=header.origin, seq=header.seq, outcome=outcome, rule=rule)
+                self._answers.append(answer)
+                self._answering.add(peer)
             case AgentStatus():
                 self._last_status[peer] = (header.seq, body)
                 if peer in self._answering:
@@ -240,13 +242,6 @@ class Inbox:
             case wire.Goodbye():
                 self._flush_answers()
                 self.events.append(events.PeerLost(peer=peer, reason="left"))
-
-    def _add_answer(self, peer: str, header: wire.Header, body: wire.CommandOutcome) -> None:
-        answer = events.PeerAnswer(
-            peer=peer, origin=header.origin, seq=header.seq, outcome=body.outcome, rule=body.rule
-        )
-        self._answers.append(answer)
-        self._answering.add(peer)
 
     def _on_decisions(self, peer: str, batch: wire.DecisionBatch) -> None:
         name = member_at(self._state, peer)
