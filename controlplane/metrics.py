@@ -75,6 +75,37 @@ READ: Final[Table] = {
     "rolloutctl_oldest_open_command_seconds": ("Age of the oldest of them; 0 if there is none.", ()),
 }
 """What is read at a scrape."""
+COUNTED: Final[Table] = {
+    "rolloutctl_commands_total": (
+        "Commands that ended for every agent; `incomplete`: one failed, or was there and did not answer.",
+        ("command", "result"),
+    ),
+    "rolloutctl_outcomes_total": ("What became of commands, agent by agent.", ("command", "outcome", "reason")),
+    "rolloutctl_refused_total": ("Commands and syncs that were refused or given up.", ("kind",)),
+    "rolloutctl_agents_lost_total": ("Agents that left the fleet, by what showed it.", ("reason",)),
+    "rolloutctl_sample_tokens_total": (
+        "Tokens that the trainer judged, by how many versions they were behind; `more` than 8, or unknown.",
+        ("behind", "result"),
+    ),
+}
+TIMED: Final = {
+    "rolloutctl_command_duration_seconds": (
+        "From publishing a command to its last outcome; phases of syncs apart.",
+        ("command",),
+        COMMAND_S,
+    ),
+    "rolloutctl_sync_phase_duration_seconds": (
+        "From publishing a phase of a weight sync to its last outcome.",
+        ("phase",),
+        SYNC_S,
+    ),
+    "rolloutctl_sync_duration_seconds": (
+        "From the request of a sync to its end, of weights or of an adapter.",
+        ("status",),
+        SYNC_S,
+    ),
+}
+"""What is counted and timed when it has happened."""
 
 
 class BusCollector(TableCollector):
@@ -92,54 +123,15 @@ class BusCollector(TableCollector):
 
     def __init__(self, plane: ControlPlane) -> None:
         self._bus = plane.bus
-        self._commands = Counted(
-            "rolloutctl_commands_total",
-            "Commands that ended for every agent; `incomplete`: one failed, or was there and did not answer.",
-            ["command", "result"],
-            registry=None,
-        )
-        self._outcomes = Counted(
-            "rolloutctl_outcomes_total",
-            "What became of commands, agent by agent.",
-            ["command", "outcome", "reason"],
-            registry=None,
-        )
-        self._refused = Counted(
-            "rolloutctl_refused_total", "Commands and syncs that were refused or given up.", ["kind"], registry=None
-        )
-        self._lost = Counted(
-            "rolloutctl_agents_lost_total", "Agents that left the fleet, by what showed it.", ["reason"], registry=None
-        )
-        self._samples = Counted(
-            "rolloutctl_sample_tokens_total",
-            "Tokens that the trainer judged, by how many versions they were behind; `more` than 8, or unknown.",
-            ["behind", "result"],
-            registry=None,
-        )
-        self._durations = Histogram(
-            "rolloutctl_command_duration_seconds",
-            "From publishing a command to its last outcome; phases of syncs apart.",
-            ["command"],
-            buckets=COMMAND_S,
-            registry=None,
-        )
-        self._phases = Histogram(
-            "rolloutctl_sync_phase_duration_seconds",
-            "From publishing a phase of a weight sync to its last outcome.",
-            ["phase"],
-            buckets=SYNC_S,
-            registry=None,
-        )
-        self._syncs = Histogram(
-            "rolloutctl_sync_duration_seconds",
-            "From the request of a sync to its end, of weights or of an adapter.",
-            ["status"],
-            buckets=SYNC_S,
-            registry=None,
-        )
+        counted = {name: Counted(name, *about, registry=None) for name, about in COUNTED.items()}
+        timed = {
+            name: Histogram(name, text, labels, buckets=buckets, registry=None)
+            for name, (text, labels, buckets) in TIMED.items()
+        }
+        self._commands, self._outcomes, self._refused, self._lost, self._samples = counted.values()
+        self._durations, self._phases, self._syncs = timed.values()
         self._begin_at_zero()
-        counted = (self._commands, self._outcomes, self._refused, self._lost, self._samples)
-        super().__init__(READ, (*counted, self._durations, self._phases, self._syncs))
+        super().__init__(READ, (*counted.values(), *timed.values()))
         self._sync_began_us: dict[str, int] = {}  # by adapter; of base weights under ""
         self._bus.decisions.add(self._note)
 

@@ -19,7 +19,7 @@ from controlplane.bus.bus import Bus
 from controlplane.bus.key_folder import KeyFolder
 from controlplane.bus.thread import COPY_OPEN_S, BusThread
 from controlplane.engine_commands import EngineCommands, Replicas, target_of
-from controlplane.machine.events import OnUnreachable
+from controlplane.machine.events import OnUnreachable, SyncRequested
 from controlplane.machine.fleet_view import FleetView
 from controlplane.machine.provenance import Provenance, Verdict, accepts
 from controlplane.record.log import RunLog
@@ -246,12 +246,12 @@ class ControlPlane(EngineCommands):
             BusClosed: The bus has ended.
         """
         bus = self.bus
-        if held_up := bus.held_up.status():
+        if held_up := bus.status_if_held_up():
             return held_up
         try:
             return bus.run_soon(partial(_status, bus), STATUS_MS).wait()
         except BusFaulted:  # the disk began to hang meanwhile
-            if held_up := bus.held_up.status():
+            if held_up := bus.status_if_held_up():
                 return held_up
             raise
 
@@ -427,10 +427,10 @@ class ControlPlane(EngineCommands):
         bus = self.bus
         self._record_samples()
         source, manifest = self._checked_source(source, manifest, content)
-        ticket = bus.sync(
-            version,
-            source,
-            manifest,
+        request = SyncRequested(
+            version=version,
+            source=source,
+            manifest=manifest,
             in_flight=in_flight,
             quorum=quorum,
             on_unreachable=on_unreachable,
@@ -438,6 +438,7 @@ class ControlPlane(EngineCommands):
             timeout_ms=milliseconds(timeout),
             sends=send is not None,
         )
+        ticket = bus.sync(request)
         if send is not None:
             bus.run_soon(partial(send_when_loading, bus, ticket, send, self._senders), TIME_MAX_MS)
         return ticket
@@ -482,10 +483,10 @@ class ControlPlane(EngineCommands):
         self._record_samples()
         place = Path(path).as_posix()  # engines are asked for what they list by this very path
         found = read_checkpoint(resolve_below(self._checkpoints, place), adapter=True)
-        return self.bus.sync(
-            version,
-            Checkpoint(place),
-            found.manifest,
+        request = SyncRequested(
+            version=version,
+            source=Checkpoint(place),
+            manifest=found.manifest,
             in_flight="keep",
             quorum=quorum,
             on_unreachable=on_unreachable,
@@ -493,6 +494,7 @@ class ControlPlane(EngineCommands):
             timeout_ms=milliseconds(timeout),
             adapter=AdapterRequest(name=name, config=found.config, base=base, keep=keep),
         )
+        return self.bus.sync(request)
 
     def drop_adapter(self, name: str, timeout: float = 30.0) -> Ticket[Report]:
         """Have replicas hold no version of a LoRA adapter any more. Each is unloaded once no request runs on it.

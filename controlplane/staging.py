@@ -67,9 +67,6 @@ class StagingFleet:
     def judge(self, log: Path) -> str:
         """Return the verdict on a run of this fleet.
 
-        Args:
-            log: The run's log.
-
         Raises:
             CommandFailed: A promise broke, or the fleet was not whole at the end. The text is the verdict.
         """

@@ -26,13 +26,14 @@ class Ticket(Generic[R]):
         number: Identifies the request in the run's log.
         version: Of a sync: the version that it brings, known at once; 0 for other requests.
         adapter: Of a sync: the name of its adapter; empty for weights.
+        advice: What its caller is told as well if the sync is refused, or stale. For the bus.
         timeout_us: Longest time that the request takes. For the bus.
         deadline_us: The moment on the bus's clock by which it has ended, whatever happens. For the bus.
     """
 
     def __init__(self, number: int) -> None:
         # Two bare locks, because a `concurrent.futures.Future` costs the bus and its caller several times as much.
-        self.number, self.version, self.adapter = number, 0, ""
+        self.number, self.version, self.adapter, self.advice = number, 0, "", ""
         self.timeout_us = self.deadline_us = FOREVER_US
         self._process, self._generation = os.getpid(), len(forks)
         self._lock = Lock()  # around a change of the callbacks

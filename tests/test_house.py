@@ -18,7 +18,7 @@ pytestmark = pytest.mark.xdist_group("house")  # in one process, which parses ea
 
 PRODUCT = ("schemas", "controlplane", "workers")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 70
-MAX_PRODUCT_LINES = 47_200
+MAX_PRODUCT_LINES = 46_420
 """Lines of the product, with comments. Raised only on purpose, in a commit of its own that says what is worth it."""
 
 PURE = (
@@ -28,8 +28,8 @@ PURE = (
     *("schemas/profiler/conversion.py", "schemas/profiler/verl*.py", "controlplane/machine/*.py"),
     *("controlplane/record/entries.py", "controlplane/record/marks.py", "controlplane/replay/replayer.py"),
     *("controlplane/analysis/*.py", "controlplane/report/model.py", "controlplane/report/fleet_history.py"),
-    *("controlplane/report/totals.py", "controlplane/report/causes.py", "controlplane/report/collect.py"),
-    *("controlplane/report/game_day.py", "controlplane/timeline/alignment.py", "controlplane/timeline/survey.py"),
+    *("controlplane/report/causes.py", "controlplane/report/collect.py", "controlplane/report/game_day.py"),
+    *("controlplane/timeline/alignment.py", "controlplane/timeline/survey.py"),
     *("controlplane/timeline/fleet_tracks.py", "controlplane/timeline/tracks.py"),
     "controlplane/trainers/gateway/routes.py",
     *("workers/machine/*.py", "workers/engine.py", "workers/link/clocks.py"),

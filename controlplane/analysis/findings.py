@@ -35,13 +35,17 @@ SPANS_MAX: Final = 200
 """Newest spans that are kept of one kind and replica."""
 
 
-class Finding(NamedTuple):
-    """Something that went wrong; the parts of a `Violation`."""
+class Violation(Struct, frozen=True):
+    """An invariant that did not hold."""
 
     invariant: str
     position: int
     agents: tuple[str, ...]
     text: str
+
+    def __str__(self) -> str:
+        agents = f" ({', '.join(self.agents)})" if self.agents else ""
+        return f"{self.invariant} at record {self.position}{agents}: {self.text}"
 
 
 class Seen(NamedTuple):
@@ -152,8 +156,12 @@ class ObservedReplica:
 class ObservedFleet:
     """The observed replicas of one log. Feed it the entries in order, then ask."""
 
-    def __init__(self, begin: CoordinatorState | None = None) -> None:
-        begin = begin or CoordinatorState()
+    def __init__(self) -> None:
+        self.begin(None)
+
+    def begin(self, state: CoordinatorState | None) -> None:
+        """The log begins with this state."""
+        begin = state or CoordinatorState()
         self._policy = begin.settings.observe or ObservePolicy()
         self._observing = {name for name, member in begin.members.items() if _is_seen(member.hello.identity)}
         self._process = {name: process_of(member.peer) for name, member in begin.members.items()}
@@ -217,7 +225,7 @@ class ObservedFleet:
                 spans.end(self._end_ns)
         return self._replicas
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[Violation]:
         """Yield what went wrong, in the order in which it began."""
         self._watch.end(self._end_ns)
         found = list(self._watch.found)
@@ -229,11 +237,11 @@ class ObservedFleet:
                 found.append(self._endless("O3", agent, session, "profiling", "stop"))
         return iter(sorted(found, key=lambda finding: finding.position))
 
-    def _endless(self, invariant: str, agent: str, span: Span, what: str, verb: str) -> Finding:
+    def _endless(self, invariant: str, agent: str, span: Span, what: str, verb: str) -> Violation:
         known = "the end of the log" if span.known else f"it was last seen at {format_clock(span.seen_ns)}"
         since = f"since {format_clock(span.since_ns)} for {_duration(span.lasted_ns)}"
         text = f"{what} {since}, until {known}, and never seen to {verb}"
-        return Finding(invariant, span.position, (agent,), text)
+        return Violation(invariant, span.position, (agent,), text)
 
 
 class _TearWatch:
@@ -241,7 +249,7 @@ class _TearWatch:
 
     def __init__(self, policy: ObservePolicy) -> None:
         self.policy = policy
-        self.found: list[Finding] = []
+        self.found: list[Violation] = []
         self._serving: dict[str, str] = {}  # by agent
         self._labels = Counter[str]()
         self._since: _Change | None = None
@@ -289,7 +297,7 @@ class _TearWatch:
         agents = tuple(name for label in labels[1:] for name in by_label[label])
         lasted = f"for {_duration(at_ns - since.at_ns)} from {format_clock(since.at_ns)}{ending}"
         text = f"replicas served different weights {lasted}: {'; '.join(parts)}"
-        self.found.append(Finding("O1", since.position, agents, text))
+        self.found.append(Violation("O1", since.position, agents, text))
 
 
 def weights_of(seen: events.Observation) -> str | None:

@@ -38,6 +38,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from controlplane.analysis.findings import ObservedFleet
+from controlplane.analysis.findings import Violation as Violation
 from controlplane.analysis.proof import Proofs
 from controlplane.machine import events as bus_events
 from controlplane.machine.coordinator_state import CoordinatorState, OpenCommand
@@ -63,35 +64,24 @@ K = TypeVar("K", bound=Hashable)
 _Interned = dict[Hashable, Hashable]
 
 
-class Violation(Struct, frozen=True):
-    """An invariant that did not hold."""
-
-    invariant: str
-    position: int
-    agents: tuple[str, ...]
-    text: str
-
-    def __str__(self) -> str:
-        agents = f" ({', '.join(self.agents)})" if self.agents else ""
-        return f"{self.invariant} at record {self.position}{agents}: {self.text}"
-
-
-def verify(entries: Iterable[LogItem]) -> Iterator[Violation]:
+def verify(entries: Iterable[LogItem], observed: ObservedFleet | None = None) -> Iterator[Violation]:
     """Yield the violations in the order of the log. Raises LogCorrupt where the coordinator's can't be read.
 
-    Of marks only one before all records counts: with it begins a log whose oldest records were dropped.
+    Of marks only one before all records counts: with it begins a log whose oldest records were dropped. `observed`
+    follows what is only observed, for a caller who wants more of it.
     """
     bus: _Bus | None = None
     agents: dict[tuple[str, str], _Agent] = {}
     interned: _Interned = {}
-    observed = ObservedFleet()
+    observed = observed or ObservedFleet()
     for entry in entries:
         if isinstance(entry, AgentMark):
             continue
         if isinstance(entry, LogMark):
             if bus is None:
                 begin = decode_state(entry)
-                bus, observed = _Bus(begin), ObservedFleet(begin)
+                bus = _Bus(begin)
+                observed.begin(begin)
             continue
         bus = bus or _Bus(CoordinatorState())
         if not entry.agent:
@@ -112,7 +102,7 @@ def verify(entries: Iterable[LogItem]) -> Iterator[Violation]:
     for agent in agents.values():
         if bus is not None and bus.is_live(agent.name):  # one that is gone need not go on trying
             yield from agent.unpaused_since(bus.now_ns)
-    yield from (Violation(*finding) for finding in observed.findings())
+    yield from observed.findings()
 
 
 # --- the bus ----------------------------------------------------------------------------------------------------------

@@ -15,18 +15,17 @@ import zmq
 from anyio import to_thread
 from zmq.utils import z85
 
-from controlplane.bus.key_folder import AccessList, KeyFolder, is_settled
+from controlplane.bus.key_folder import AccessList, KeyFolder
 from controlplane.machine.permissions import Grant
 from schemas.errors import KeyFileError
-from schemas.logs import logger_of
+from schemas.logs import RateLimit, logger_of
 from schemas.transport.async_socket import AsyncZmqSocket
 from schemas.transport.sockets import Context
 
 logger = logger_of("keys")
+logger.addFilter(RateLimit())  # any program may try to connect
 
 ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
-REFUSED_LINES: Final = 20
-"""Log lines about refused connections between two looks at the folder."""
 ASKED_MAX: Final = 1_000
 """Questions that another thread answers at once."""
 _VERSION: Final = b"1.0"
@@ -38,9 +37,7 @@ class Access:
     def __init__(self, folder: KeyFolder) -> None:
         self._folder = folder
         self._signature = folder.signature()
-        self._settled = is_settled(self._signature)
         self._list: AccessList = folder.access_list()
-        self._lines = 0
         self.pair = folder.server_pair()
 
     def grant_of(self, public: bytes) -> Grant | str:
@@ -85,7 +82,6 @@ class Access:
         """Return when the list has been replaced, because the folder has changed, and whether a key lost its grant."""
         while True:
             await anyio.sleep(interval_s)
-            self._lines = 0
             before = self._list
             try:
                 # The folder may be on a disk that hangs, which must not hold up the end of the bus either.
@@ -95,13 +91,11 @@ class Access:
                 logger.error("the keys can't be read again, and those read before stay valid: %s", error)
 
     def _read(self) -> bool:
-        signature = self._folder.signature()
-        if signature == self._signature and self._settled:
+        signature = self._folder.signature()  # before the files: what changes while they are read is read again
+        if signature == self._signature:
             return False
-        settled = is_settled(signature)  # looked at before the files: what changes while they are read is read again
         found = self._folder.access_list()
-        replaced, self._list = found != self._list, found
-        self._signature, self._settled = signature, settled
+        replaced, self._list, self._signature = found != self._list, found, signature
         return replaced
 
     def _answer(self, frames: list[bytes]) -> list[bytes]:
@@ -112,12 +106,6 @@ class Access:
         public = z85.encode(credentials[0])
         grant = self.grant_of(public)
         if isinstance(grant, str):
-            self._log_refused(address, grant)
+            logger.warning("refused a connection from %a: %s", address[:64], grant)
             return [sender, b"", _VERSION, request, b"400", grant.encode(), b"", b""]
         return [sender, b"", _VERSION, request, b"200", b"OK", public, b""]
-
-    def _log_refused(self, address: bytes, reason: str) -> None:
-        """Log it, but no more than a few times in each interval: any program may try."""
-        self._lines += 1
-        if self._lines <= REFUSED_LINES:
-            logger.warning("refused a connection from %a: %s", address[:64], reason)

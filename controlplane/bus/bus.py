@@ -34,17 +34,15 @@ from controlplane.machine.versions import VERSION_MAX, next_version
 from controlplane.record.log import RunLog
 from controlplane.tickets import Ticket
 from schemas import wire
-from schemas.commands import AdapterRequest, Command, Manifest, Source, Target
+from schemas.commands import Command, Source, Target
 from schemas.config import BusConfig
 from schemas.errors import AddressInUse, BusClosed, BusFaulted, LogError
-from schemas.identity import InFlight
 from schemas.listeners import Listeners
 from schemas.logs import logger_of
 from schemas.reports import FleetStatus, Report, SyncReport
 from schemas.transport.publisher_socket import PublisherSocket
 from schemas.transport.sockets import Context, bus_publisher, bus_router, is_local
 from schemas.transport.wakeup import Wakeup
-from schemas.wall_clock import wall_clock_ns
 
 logger = logger_of("bus")
 
@@ -57,14 +55,8 @@ class Bus(BusLoop):
     `publish`, `sync`, `retire`, `view`, `run_soon` and `watch` may be called from any thread, everything else in the
     loop of the bus. Entering raises AddressInUse, BusAddressError, KeyFileError or LogError.
 
-    Args:
-        address: Where agents and operators connect. `tcp://127.0.0.1:0` lets the system choose a port, see `.address`.
-        log: Open; the bus closes it.
-        insecure: Allow an address that other machines can reach, without keys.
-        keys: Let in only who holds one of these keys, and what it may do. Not for `inproc://`, which needs none.
-        checkpoints: Directory that the paths of an operator's syncs are relative to.
-        context: For `inproc://` addresses, which exist within one context only; else the process's own, or with keys
-            one of the bus's own, since a context has one handler for keys.
+    The arguments are those of `ControlPlane`. The log is open, and the bus closes it. Keys are not for `inproc://`. A
+    bus with keys has a context of its own unless it is given one, since a context has one handler for keys.
 
     Attributes:
         orders: Who hears of each order, in the thread of its caller, before the bus does.
@@ -127,51 +119,22 @@ class Bus(BusLoop):
             BusOverloaded, BusFaulted, BusClosed: Nothing was sent.
         """
         ticket: Ticket[Report] = self.callers.new_ticket(timeout_ms * 1000)
-        order = events.Issued(
-            at_us=0, at_ns=0, ticket=ticket.number, command=command, target=target, timeout_ms=timeout_ms
-        )
+        order = events.Issued(ticket=ticket.number, command=command, target=target, timeout_ms=timeout_ms)
         self._hand_over(order, ticket)
         return ticket
 
-    def sync(
-        self,
-        version: int | None,
-        source: Source,
-        manifest: Manifest | None,
-        *,
-        in_flight: InFlight,
-        quorum: int | None,
-        target: Target,
-        timeout_ms: int,
-        on_unreachable: events.OnUnreachable = "skip",
-        sends: bool = False,
-        adapter: AdapterRequest | None = None,
-    ) -> Ticket[SyncReport]:
-        """Hand a weight sync to the bus, like `publish`. The arguments are those of `ControlPlane.sync_weights`."""
-        ticket: Ticket[SyncReport] = self.callers.new_ticket(PHASES * timeout_ms * 1000)
+    def sync(self, request: events.SyncRequested) -> Ticket[SyncReport]:
+        """Hand a sync of weights or of an adapter to the bus, like `publish`. Its ticket is set here."""
+        ticket: Ticket[SyncReport] = self.callers.new_ticket(PHASES * request.timeout_ms * 1000)
+        order, version, adapter = replace(request, ticket=ticket.number), request.version, request.adapter
         of_earlier_life = adapter is None and version is not None and version <= self._log.state.newest_version
-        advice = self._log.continues if of_earlier_life else ""
-        order = events.SyncRequested(
-            at_us=0,
-            at_ns=0,
-            ticket=ticket.number,
-            version=version,
-            source=source,
-            manifest=manifest,
-            in_flight=in_flight,
-            quorum=quorum,
-            target=target,
-            timeout_ms=timeout_ms,
-            on_unreachable=on_unreachable,
-            sends=sends,
-            adapter=adapter,
-        )
+        ticket.advice = self._log.continues if of_earlier_life else ""
         with self._numbering:
             ticket.adapter = adapter.name if adapter is not None else ""
-            ticket.version = self._next_version(ticket.adapter, source) if version is None else version
+            ticket.version = self._next_version(ticket.adapter, request.source) if version is None else version
             if version is None and ticket.version <= VERSION_MAX:  # beyond, only the run itself may count on
                 order = replace(order, version=ticket.version)
-            self._hand_over(order, ticket, advice=advice)
+            self._hand_over(order, ticket)
         return ticket
 
     def _next_version(self, adapter: str, source: Source) -> int:
@@ -184,13 +147,13 @@ class Bus(BusLoop):
     def note_sent(self, ticket: Ticket[SyncReport], failure: str | None = None) -> None:
         """Tell the bus that the weights of this sync were sent, or why they will not come: its load phase ends soon."""
         if failure is None:
-            self._note(events.SendReturned(at_us=0, at_ns=0, ticket=ticket.number))
+            self._note(events.SendReturned(ticket=ticket.number))
         else:
-            self._note(events.SendFailed(at_us=0, at_ns=0, ticket=ticket.number, reason=failure[:REASON_MAX]))
+            self._note(events.SendFailed(ticket=ticket.number, reason=failure[:REASON_MAX]))
 
     def note_samples(self, step: int, counts: tuple[events.SampleCount, ...]) -> None:
         """Record what the trainer has judged. Waits for nothing; may be called from any thread."""
-        self._note(checked_order(events.SamplesCounted(at_us=0, at_ns=0, step=step, counts=counts)))
+        self._note(checked_order(events.SamplesCounted(step=step, counts=counts)))
 
     def _note(self, event: events.CallerEvent) -> None:
         self.callers.queue(event)
@@ -199,7 +162,7 @@ class Bus(BusLoop):
     def retire(self, places: tuple[str, ...]) -> Ticket[FleetStatus]:
         """Take places out of the run for good. Otherwise like `publish`."""
         ticket: Ticket[FleetStatus] = self.callers.new_ticket()
-        self._hand_over(events.RetireRequested(at_us=0, at_ns=0, ticket=ticket.number, places=places), ticket)
+        self._hand_over(events.RetireRequested(ticket=ticket.number, places=places), ticket)
         return ticket
 
     def view(self) -> FleetView:
@@ -227,11 +190,11 @@ class Bus(BusLoop):
             await self.change()
         return self.state
 
-    def _hand_over(self, order: events.CallerEvent, ticket: Ticket[Any], *, advice: str = "") -> None:
+    def _hand_over(self, order: events.CallerEvent, ticket: Ticket[Any]) -> None:
         order = checked_order(order)
         self._check()
         self.orders.notify(order)
-        self.callers.add(self.now_us(), order, ticket, advice=advice)
+        self.callers.add(self.now_us(), order, ticket)
         self._wakeup.notify()
         if self.closed or self.fault is not None:  # meanwhile, and perhaps after all open tickets were failed
             self.callers.withdraw(self.fault or _closed(self.address), ticket)
@@ -356,9 +319,7 @@ class Bus(BusLoop):
         settings = msgspec.convert(self._config, events.CoordinatorSettings, from_attributes=True)
         tcp = self.address.startswith("tcp://")
         settings = replace(settings, publish_port=int(self.publisher.address.rpartition(":")[2]) if tcp else None)
-        at_us, at_ns = self.now_us(), wall_clock_ns()
-        opened = events.Opened(at_us=at_us, at_ns=at_ns, run=self._log.run, settings=settings, logic=LOGIC)
-        self.run([opened], at_us, at_ns)
+        self.run([events.Opened(run=self._log.run, settings=settings, logic=LOGIC)])
         if self.fault is not None:  # a bus that can't record its first decision does not open
             raise self.fault
         logger.info("bus of run %s, epoch %d, at %s", self._log.run, self.state.epoch, self.address)
@@ -374,11 +335,10 @@ class Bus(BusLoop):
     def _record_end(self) -> None:
         """The last decision, after the tasks have ended. Messages still queued leave within the linger time."""
         self.closed = True
-        at_us, at_ns = self.now_us(), wall_clock_ns()
-        while self.fault is None and (orders := self.callers.take_orders(at_us, at_ns, agents=0)):
-            self.run(orders, at_us, at_ns)
+        while self.fault is None and (orders := self.callers.take_orders(agents=0)):
+            self.run(orders)
         if self.fault is None:
-            self.run([events.Closed(at_us=at_us, at_ns=at_ns)], at_us, at_ns)
+            self.run([events.Closed()])
 
     def _fail_all(self) -> None:
         self._exited = True

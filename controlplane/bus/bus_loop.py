@@ -12,12 +12,16 @@ Rule 3  A bus that can't write stops deciding and sends agents nothing, not even
         engine stays paused. Callers get BusFaulted; operators still get the status. So does a bus whose turn raised
         anything else: whatever the cause, no caller waits for a bus that is dead.
 Rule 4  A log that only takes long is waited for, up to a lease, by when the agents have left the bus anyway. Meanwhile
-        another thread (`watch`) ends tickets at their deadlines, and operators get the status (`held_up`).
+        another thread (`watch`) ends tickets at their deadlines. A commit keeps the loop, so it takes that one's place
+        at the sockets: operators get the status as of the turn before, and what agents send is kept for the turns to
+        come. `_lock` belongs to the loop at all times but during a commit, and only its holder touches the sockets.
 """
 
+import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Final, assert_never
 
@@ -25,14 +29,13 @@ import anyio
 from msgspec.structs import replace
 
 from controlplane.bus.callers import NOTHING_SENT, Callers
-from controlplane.bus.held_up import HeldUp
 from controlplane.bus.inbox import Inbox, connection_of
-from controlplane.bus.notices import Notices
+from controlplane.bus.notices import note_event, note_report
 from controlplane.bus.recent import Recent
 from controlplane.bus.turn_clock import TurnClock
 from controlplane.machine import events
 from controlplane.machine.coordinator import CoordinatorState, decide, next_deadline
-from controlplane.machine.coordinator_state import UNKNOWN_PEER, member_at
+from controlplane.machine.coordinator_state import member_at
 from controlplane.machine.status import fleet_status
 from controlplane.record.log import RunLog
 from schemas import wire
@@ -64,6 +67,10 @@ FLUSH_RECORDS: Final = 128
 """And how many: to commit 900 uploads of a large fleet, and to acknowledge them, took 6 ms."""
 STALLED_US: Final = 1_000_000
 """A head beacon that is later than this shows that the bus itself did not run."""
+LOOK_S: Final = 0.05
+"""How long a look at a loop that is held up waits for another one."""
+KEPT_BYTES_MAX: Final = 64 * 1024 * 1024
+"""Bytes of messages that another thread reads and keeps for the loop."""
 FLOODED: Final = "peers subscribe faster than the bus can take in"
 _NIL: Final = b"\xc0"
 
@@ -73,7 +80,6 @@ class BusLoop:
 
     Attributes:
         closed: The bus takes no orders: it is not open yet, or closes.
-        held_up: Answers operators while that takes too long.
         insecure: Programs on other machines can command this fleet; the status says so.
     """
 
@@ -95,13 +101,14 @@ class BusLoop:
         self._arrived: deque[list[bytes]] = deque()
         self._unreachable: list[str] = []
         self._floods = defaultdict[bytes, float](float)  # by connection, while messages wait: turns that it filled
-        self._recent, self._notices = Recent(), Notices()
+        self._recent = Recent()
         self._next_head_us = 0
         self._flush_us: int | None = None
         self._deadline: tuple[CoordinatorState, int | None] | None = None  # what the newest state asked for
         self._timer = Timer(self._on_time)
         self.clock = TurnClock(log.path, config, self.now_us, lambda: log.copy_behind)
-        self.held_up = HeldUp(self.clock, self._arrived, lambda: self.router, self.status, self._framed, self.callers)
+        self._lock = threading.Lock()
+        self._touched = False  # another thread has touched the sockets
         self._changed: anyio.Event | None = None  # while a state is waited for
 
     def prepare(self, inbox: Inbox, admit: Callable[[], None] | None) -> None:
@@ -115,7 +122,7 @@ class BusLoop:
         # Under uvloop, the loop's clock has a resolution of one millisecond, which is too coarse for a latency.
         self._skew_us = int(anyio.current_time() * 1_000_000) - time.monotonic_ns() // 1000
         self.inbox, self._admit = inbox, admit
-        self.held_up.prepare(inbox, admit)
+        self._lock.acquire()
         self._next_head_us = self.now_us()
 
     def now_us(self) -> int:
@@ -135,7 +142,11 @@ class BusLoop:
             self.callers.expire(self.now_us(), BusFaulted(f"{FLOODED}, or this process leaves it no time to run"))
             return
         self.clock.watch(self.callers, self._fault)
-        self.held_up.look()
+        if self.clock.hold_up and self._lock.acquire(blocking=False):
+            try:
+                self._answer_elsewhere()
+            finally:
+                self._lock.release()
 
     def status(self) -> FleetStatus:
         """Return the fleet at this moment."""
@@ -211,9 +222,9 @@ class BusLoop:
         """Take a turn, to its end."""
         self._take(self._turn)
 
-    def run(self, batch: list[events.CoordinatorEvent], at_us: int, at_ns: int) -> None:
+    def run(self, batch: list[events.CoordinatorEvent]) -> None:
         """Take a turn with these events alone, to its end."""
-        self._take(partial(self._process, batch, at_us, at_ns))
+        self._take(partial(self._process, batch, self.now_us(), wall_clock_ns()))
 
     def _take(self, turn: Callable[[], None]) -> None:
         self.clock.begin()
@@ -235,14 +246,12 @@ class BusLoop:
         drained = self._receive(at_us, at_ns)
         if self.inbox.time_replies:
             self._send_time_replies()
-        if self.inbox.unregistered:
-            self._tell_unregistered()
         if at_us >= self._next_head_us:
             self._beat(at_us, drained)
         batch = self.inbox.take_events()
-        batch += self.callers.take_orders(at_us, at_ns, len(self.inbox.last_heard_us))
+        batch += self.callers.take_orders(len(self.inbox.last_heard_us))
         if (deadline_us := self._next_deadline()) is not None and at_us >= deadline_us:
-            batch.append(events.TimerFired(at_us=at_us, at_ns=at_ns))  # last, so that what arrived in time counts
+            batch.append(events.TimerFired())  # last, so that what arrived in time counts
         if not (batch or self._log.pending or self._unreachable or self.inbox.acks):
             return
         self._process(batch, at_us, at_ns)
@@ -263,7 +272,7 @@ class BusLoop:
             self._floods.clear()
         elif messages:
             self._note_backlog(messages)
-        if self.inbox.requests or self.inbox.refused or self.inbox.denied:
+        if self.inbox.requests or self.inbox.replies:
             self._handle_requests()
         return drained and not arrived
 
@@ -293,7 +302,7 @@ class BusLoop:
     def _process(self, batch: list[events.CoordinatorEvent], at_us: int, at_ns: int) -> None:
         """Decide, record and perform; and again for peers that prove unreachable by that."""
         while True:
-            state, effects = self._decide(batch, at_ns)
+            state, effects = self._decide([replace(event, at_us=at_us, at_ns=at_ns) for event in batch], at_ns)
             if effects and not self._commit():
                 return
             changed, self.state = state is not self.state, state
@@ -306,9 +315,7 @@ class BusLoop:
             if not self._unreachable or not self._receive(at_us, at_ns):
                 break
             batch = self.inbox.take_events()
-            batch += [
-                events.PeerLost(at_us=at_us, at_ns=at_ns, peer=peer, reason="unreachable") for peer in self._unreachable
-            ]
+            batch += [events.PeerLost(peer=peer, reason="unreachable") for peer in self._unreachable]
             self._unreachable.clear()
         if self._flush_due(at_us) and not self._commit():
             return
@@ -325,7 +332,7 @@ class BusLoop:
             state, decided = decide(state, event)
             if decided or state is not before:
                 self._log.append(event, decided, at_ns, state if event is batch[-1] else None)
-                self._notices.note_event(event, before, state)
+                note_event(event, before, state)
                 effects.extend(decided)
                 if self.decisions:
                     self._pending_notifications.append((event, decided))
@@ -345,7 +352,7 @@ class BusLoop:
         """Write the group. Returns False if that fails, and then the bus has stopped (rule 3)."""
         self._flush_us = None
         try:
-            with self.held_up.lent():
+            with self._lent():
                 self._write_group()
         except LogError as error:
             self.stop(error)
@@ -384,7 +391,6 @@ class BusLoop:
         """Nothing that agents hear may renew their leases, nor anything that they say fill the memory."""
         self.inbox.operators_only = True
         self.inbox.acks.clear()
-        self.inbox.unregistered.clear()
         self.publisher.set_welcome(b"")
 
     # --- effects ------------------------------------------------------------------------------------------------------
@@ -401,9 +407,10 @@ class BusLoop:
             case events.Ping():
                 self._ping(effect.peer)
             case events.Conclude():
-                self.callers.conclude(effect)
+                if effect.ticket is not None:
+                    self.callers.resolve(effect.ticket, effect.report)
                 self._recent.note(effect.report, self.now_us())
-                self._notices.note_report(effect.report, self.now_us())
+                note_report(effect.report)
             case events.Refuse():
                 self.callers.refuse(effect)
             case events.Retired(ticket=ticket):
@@ -442,19 +449,63 @@ class BusLoop:
             self._answer(peer, self.state.epoch, self.state.seq, reply)
         self.inbox.time_replies.clear()
 
-    def _tell_unregistered(self) -> None:
-        """Tell each connection that sent something before its hello to say it. No decision: nothing is recorded."""
-        header = wire.encode_header(self.state.epoch, 0, self.state.seq)
-        for connection in self.inbox.unregistered:
-            self.router.send_nowait([connection, header, wire.encode(UNKNOWN_PEER)])
-        self.inbox.unregistered.clear()
+    # --- while a commit keeps the loop --------------------------------------------------------------------------------
+
+    @contextmanager
+    def _lent(self) -> Iterator[None]:
+        """Let another thread have the sockets during the block."""
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
+            if self._touched:
+                self._touched = False
+                self.router.recheck()
+
+    def _answer_elsewhere(self) -> None:
+        """Answer operators in place of the loop, in another thread."""
+        self._touched, arrived = True, self._arrived
+        if self._admit is not None:
+            self._admit()
+        kept = [frames for frames in arrived if not self._is_answered(frames)]
+        arrived.clear()
+        arrived.extend(kept)
+        self.callers.expire(self.clock.expired_us, BusFaulted(self.clock.hold_up), self._reply_elsewhere)
+        nbytes = sum(len(frames[-1]) for frames in kept)
+        while nbytes < KEPT_BYTES_MAX and (frames := self.router.take_elsewhere()) is not None:
+            if not self._is_answered(frames):
+                arrived.append(frames)
+                nbytes += len(frames[-1])
+
+    def status_if_held_up(self) -> FleetStatus | None:
+        """Return the fleet as of the last turn while a commit keeps the loop; else None. In any thread."""
+        if not self.clock.hold_up or not self._lock.acquire(timeout=LOOK_S):
+            return None
+        try:
+            return self.status()
+        finally:
+            self._lock.release()
+
+    def _is_answered(self, frames: list[bytes]) -> bool:
+        if (asked := self.inbox.operator_request(frames)) is None:
+            return False
+        connection, request, is_observer = asked
+        if isinstance(request, wire.StatusRequest):
+            self._reply_elsewhere(connection, replace(self.status(), read_only=is_observer))
+        else:
+            refused = wire.RequestRejected(reason=f"{self.clock.hold_up}. {NOTHING_SENT}")
+            self._reply_elsewhere(connection, refused)
+        return True
+
+    def _reply_elsewhere(self, connection: bytes, reply: wire.Reply) -> None:
+        for body in wire.encode_reply(reply):
+            self.router.send_elsewhere(self._framed(connection, body))
 
     # --- operators ----------------------------------------------------------------------------------------------------
 
     def _handle_requests(self) -> None:
-        requests, refused, denied = self.inbox.take_requests()
-        for connection, answer in denied.items():
-            self._reply(connection, answer)
+        requests, replies = self.inbox.take_requests()
         fleet: FleetStatus | None = None  # one for all that ask in this turn
         for connection, request, is_observer in requests:
             if isinstance(request, wire.StatusRequest):
@@ -466,15 +517,12 @@ class BusLoop:
                 or self.callers.add_operator(self.now_us(), connection, request)
             ):
                 self._reply(connection, wire.RequestRejected(reason=reason))
-        for connection, reason in refused.items():
-            self._reply(connection, wire.RequestRejected(reason=reason))
+        for connection, reply in replies.items():
+            self._reply(connection, reply)
 
     def _reply(self, connection: bytes, reply: wire.Reply | wire.Rejoin) -> None:
         for body in wire.encode_reply(reply):
-            self._send_body(connection, body)
-
-    def _send_body(self, connection: bytes, body: bytes) -> None:
-        self.router.send_nowait(self._framed(connection, body))
+            self.router.send_nowait(self._framed(connection, body))
 
     def _framed(self, connection: bytes, body: bytes) -> list[bytes]:
         return [connection, wire.encode_header(self.state.epoch, 0, self.state.seq), body]

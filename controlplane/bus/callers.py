@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from controlplane.machine.events import (
     CallerEvent,
-    Conclude,
     CoordinatorEvent,
     Issued,
     Refuse,
@@ -27,7 +26,7 @@ from controlplane.machine.events import (
     SyncRequested,
 )
 from controlplane.tickets import FOREVER_US, Ticket
-from schemas.commands import AdapterDrop, Checkpoint, Drain, EngineCommand, ProfileCommand, Target
+from schemas.commands import AdapterDrop, Checkpoint, Drain, EngineCommand, ProfileCommand
 from schemas.config import complaint
 from schemas.errors import BusClosed, BusError, BusOverloaded, CheckpointError, CommandError, SyncInProgress
 from schemas.reports import FleetStatus, Report, SyncReport
@@ -105,31 +104,18 @@ def _order_of(request: Submit | SyncRequest | Retire, number: int, found: Checkp
     if isinstance(request, SyncRequest):
         adapter = request.adapter
         return SyncRequested(
-            at_us=0,
-            at_ns=0,
             ticket=number,
             version=request.version,
             source=Checkpoint(request.path if adapter is None else PurePosixPath(request.path).as_posix()),
             manifest=found.manifest if found is not None else None,
             adapter=replace(adapter, config=found.config) if adapter is not None and found is not None else None,
-            in_flight="abort",
-            quorum=None,
-            target=Target(),
             timeout_ms=request.timeout_ms,
             operator=True,
         )
     if isinstance(request, Retire):
-        return RetireRequested(at_us=0, at_ns=0, ticket=number, places=request.places)
-    return Issued(
-        at_us=0,
-        at_ns=0,
-        ticket=number,
-        command=request.command,
-        target=request.target,
-        timeout_ms=request.timeout_ms,
-        operator=True,
-        force=request.force,
-    )
+        return RetireRequested(ticket=number, places=request.places)
+    issued = Issued(ticket=number, command=request.command, target=request.target, timeout_ms=request.timeout_ms)
+    return replace(issued, operator=True, force=request.force)
 
 
 def _read(root: Path, request: SyncRequest) -> CheckpointFiles:
@@ -144,10 +130,6 @@ class Callers:
     `new_ticket`, `add`, `queue`, `withdraw` and `expire` may be called from any thread, everything else in the loop of
     the bus. An order is taken by a turn or withdrawn by another thread, never both: so a caller that gets an error
     knows whether anything was sent.
-
-    Args:
-        limit: Tickets that may be open at once.
-        reply: Sends a message to an operator.
     """
 
     def __init__(self, limit: int, reply: Callable[[bytes, Reply], None]) -> None:
@@ -158,7 +140,6 @@ class Callers:
         self._taking = threading.Lock()  # around each change of the orders
         self._pending_syncs: deque[tuple[int, SyncRequest]] = deque()  # whose checkpoints have not been read yet
         self._asked: anyio.Event | None = None  # while nothing is left to look at
-        self._advice: dict[int, str] = {}  # by ticket: what its caller should know if it is refused or stale
 
     def new_ticket(self, timeout_us: int = FOREVER_US, *, ordered: bool = True) -> Ticket[Any]:
         """Return a ticket with a number of its own: negative, and not in the log, unless it is for an order."""
@@ -167,15 +148,8 @@ class Callers:
         ticket.timeout_us = timeout_us
         return ticket
 
-    def add(self, now_us: int, order: CallerEvent | None, ticket: Ticket[Any], *, advice: str = "") -> None:
-        """Queue an order for the next turn. Raises BusOverloaded.
-
-        Args:
-            now_us: On the bus's clock.
-            order: None for a ticket that the bus resolves without one.
-            ticket: That it resolves.
-            advice: What its caller is told as well if a sync is refused, or stale.
-        """
+    def add(self, now_us: int, order: CallerEvent | None, ticket: Ticket[Any]) -> None:
+        """Queue an order for the next turn; None for a ticket that is resolved without one. Raises BusOverloaded."""
         if len(self._tickets) >= self._limit:
             raise BusOverloaded(
                 f"{self._limit} commands are open (`queue` in BusConfig): wait for their tickets before publishing "
@@ -183,8 +157,6 @@ class Callers:
             )
         ticket.deadline_us = now_us + ticket.timeout_us
         self._tickets[ticket.number] = ticket
-        if advice:
-            self._advice[ticket.number] = advice
         if order is not None:
             self.queue(order)
 
@@ -270,31 +242,26 @@ class Callers:
         """Whether orders wait to be taken."""
         return bool(self._orders)
 
-    def take_orders(self, at_us: int, at_ns: int, agents: int) -> list[CoordinatorEvent]:
-        """Return the oldest orders as events of this moment: a few for many agents, since others wait for a turn."""
+    def take_orders(self, agents: int) -> list[CoordinatorEvent]:
+        """Return the oldest orders: a few for many agents, since others wait for a turn."""
         if not self._orders:
             return []
         with self._taking:
             count = min(len(self._orders), ORDERS_MAX, max(1, SENDS_MAX // max(1, agents)))
-            taken = [self._orders.popleft() for _ in range(count)]
-        return [replace(order, at_us=at_us, at_ns=at_ns) for order in taken]
-
-    def conclude(self, effect: Conclude) -> None:
-        """Resolve the ticket of a command or sync, if a caller waits for it."""
-        if effect.ticket is not None:
-            self.resolve(effect.ticket, effect.report)
+            return [self._orders.popleft() for _ in range(count)]
 
     def resolve(self, number: int, result: Report | SyncReport | FleetStatus) -> None:
         """Resolve a ticket, if it is of this life of the bus."""
-        ticket, advice = self._tickets.pop(number, None), self._advice.pop(number, "")
-        if advice and isinstance(result, SyncReport) and result.status == "stale":
-            result = replace(result, reason=advice)
+        ticket = self._tickets.pop(number, None)
+        if isinstance(ticket, Ticket) and isinstance(result, SyncReport) and result.status == "stale":
+            result = replace(result, reason=ticket.advice or result.reason)
         if ticket is not None:
             ticket.resolve(result)
 
     def refuse(self, effect: Refuse) -> None:
         """Fail the ticket of a command or sync that was refused."""
-        ticket, advice = self._tickets.pop(effect.ticket, None), self._advice.pop(effect.ticket, "")
+        ticket = self._tickets.pop(effect.ticket, None)
+        advice = ticket.advice if isinstance(ticket, Ticket) else ""
         reason = f"{effect.reason} ({advice})" if advice and effect.kind == "command" else effect.reason
         if ticket is not None:
             ticket.fail(_REFUSALS[effect.kind](reason))

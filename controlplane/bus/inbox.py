@@ -20,9 +20,8 @@ import hashlib
 from collections.abc import Callable
 from typing import Final
 
-from controlplane.bus.notices import LineLimit
 from controlplane.machine import events
-from controlplane.machine.coordinator_state import CoordinatorState, member_at
+from controlplane.machine.coordinator_state import UNKNOWN_PEER, CoordinatorState, member_at
 from controlplane.machine.permissions import Grant, refusal
 from controlplane.record.log import RunLog
 from schemas import wire
@@ -69,9 +68,8 @@ class Inbox:
     Attributes:
         acks: For agents whose decisions were recorded; to be sent once they are committed.
         requests: Of operators and observers, with the connections to answer, and whether an observer's key was used.
-        refused: Connections without a hello whose message can't be read or is out of bounds, with the reason.
-        unregistered: Connections that sent something without a hello; to be told to say it.
-        denied: Connections whose key does not allow what they sent, with what to tell them.
+        replies: What to tell connections at once: to say hello, that a message can't be read, or that a key does not
+            allow what they sent. No decision is behind it, so nothing is recorded.
         time_replies: For agents that asked for the time; to be completed and sent at once.
         request_counts: What each peer last said of its engine's requests.
         operators_only: Messages of agents are ignored from now on.
@@ -82,9 +80,7 @@ class Inbox:
         self.events: list[events.CoordinatorEvent] = []
         self.acks: list[tuple[str, wire.Ack]] = []
         self.requests: list[tuple[bytes, wire.Operator, bool]] = []
-        self.refused: dict[bytes, str] = {}
-        self.unregistered: set[bytes] = set()
-        self.denied: dict[bytes, wire.Rejoin | wire.RequestRejected] = {}
+        self.replies: dict[bytes, wire.Rejoin | wire.RequestRejected] = {}
         self.time_replies: list[tuple[str, wire.TimeReply]] = []
         self.last_heard_us: dict[str, int] = {}
         self.request_counts: dict[str, RequestCounts] = {}
@@ -96,7 +92,6 @@ class Inbox:
         self._peers: dict[bytes, str] = {}  # by connection: who said hello on it
         self._keys: dict[bytes, bytes] = {}  # by connection of those: the key that it has proven to hold
         self._last_status: dict[str, tuple[int, bytes]] = {}  # by peer: seq and body of its last heartbeat
-        self._lines = LineLimit()  # about malformed and refused messages
         self._at_us = self._at_ns = 0
         self._state = log.state
         self._newest_frames: list[bytes] = []  # of the message that was decoded last
@@ -130,12 +125,12 @@ class Inbox:
             elif not self.operators_only:
                 self._on_agent(connection, peer, header, frames[-1], message, key)
         except WireError as error:
-            if frames[1:] == [b""]:  # the probe with which an agent's connection begins
-                self.unregistered.add(connection)
-            else:
+            if frames[1:] != [b""]:
                 self._on_malformed(frames, error)
                 if message is None and connection not in self._peers:  # perhaps an operator, who waits for an answer
-                    self.refused[connection] = str(error)
+                    self.replies[connection] = wire.RequestRejected(reason=str(error))
+            elif not self.operators_only:  # the probe with which an agent's connection begins
+                self.replies[connection] = UNKNOWN_PEER
 
     def _read(self, frames: list[bytes]) -> tuple[wire.Header, wire.Upward | wire.Operator]:
         """Decode a message. Most agents answer a command alike: then it is decoded once, and they share one outcome."""
@@ -169,12 +164,10 @@ class Inbox:
 
     def take_requests(
         self,
-    ) -> tuple[
-        list[tuple[bytes, wire.Operator, bool]], dict[bytes, str], dict[bytes, wire.Rejoin | wire.RequestRejected]
-    ]:
-        """Return `requests`, `refused` and `denied`, and forget them."""
-        taken = self.requests, self.refused, self.denied
-        self.requests, self.refused, self.denied = [], {}, {}
+    ) -> tuple[list[tuple[bytes, wire.Operator, bool]], dict[bytes, wire.Rejoin | wire.RequestRejected]]:
+        """Return `requests` and `replies`, and forget them."""
+        taken = self.requests, self.replies
+        self.requests, self.replies = [], {}
         return taken
 
     def forget_statuses(self) -> None:
@@ -188,7 +181,7 @@ class Inbox:
         for peer in silent[:LOST_MAX]:
             self._forget(connection_of(peer), peer)
             if member_at(self._state, peer) is not None:
-                self.events.append(events.PeerLost(at_us=self._at_us, at_ns=self._at_ns, peer=peer, reason="silent"))
+                self.events.append(events.PeerLost(peer=peer, reason="silent"))
         for peer in self._last_status.keys() - self.last_heard_us.keys():
             del self._last_status[peer]
         return len(silent) <= LOST_MAX
@@ -212,27 +205,24 @@ class Inbox:
             self._on_hello(connection, message, key)
         elif isinstance(message, wire.PlaceRequest):
             peer = _peer_at(connection, "auto", message.token)
-            self.events.append(
-                events.PlaceRequested(at_us=self._at_us, at_ns=self._at_ns, peer=peer, token=message.token)
-            )
+            self.events.append(events.PlaceRequested(peer=peer, token=message.token))
         elif peer is not None:
             self._on_message(peer, header, body, message)
         elif not isinstance(message, wire.Goodbye):
-            self.unregistered.add(connection)
+            self.replies[connection] = UNKNOWN_PEER
 
     def _on_message(self, peer: str, header: wire.Header, body: bytes, message: wire.Upward) -> None:
         """Read a message of an agent that said hello on this connection."""
-        at_us = self._at_us
         match message:
-            case wire.CommandOutcome():
-                self._add_answer(peer, header, message)
+            case wire.CommandOutcome(outcome=outcome, rule=rule):
+                answer = events.PeerAnswer(peer=peer, origin=header.origin, seq=header.seq, outcome=outcome, rule=rule)
+                self._answers.append(answer)
+                self._answering.add(peer)
             case AgentStatus():
                 self._last_status[peer] = (header.seq, body)
                 if peer in self._answering:
                     self._flush_answers()
-                self.events.append(
-                    events.StatusReceived(at_us=at_us, at_ns=self._at_ns, peer=peer, seq=header.seq, status=message)
-                )
+                self.events.append(events.StatusReceived(peer=peer, seq=header.seq, status=message))
             case wire.TimeRequest():
                 # Read the clock now, not at the beginning of the turn: a request can't be read before it was sent.
                 if member_at(self._state, peer) is not None:
@@ -244,23 +234,14 @@ class Inbox:
             case wire.DecisionBatch():
                 self._on_decisions(peer, message)
             case wire.ResendRequest(first=first, credit=credit):
-                self.events.append(
-                    events.ResendRequested(at_us=at_us, at_ns=self._at_ns, peer=peer, first=first, credit=credit)
-                )
+                self.events.append(events.ResendRequested(peer=peer, first=first, credit=credit))
             case wire.Join():
-                self.events.append(events.JoinReceived(at_us=at_us, at_ns=self._at_ns, peer=peer))
+                self.events.append(events.JoinReceived(peer=peer))
             case wire.Leave(grace_ms=grace_ms):
-                self.events.append(events.LeaveRequested(at_us=at_us, at_ns=self._at_ns, peer=peer, grace_ms=grace_ms))
+                self.events.append(events.LeaveRequested(peer=peer, grace_ms=grace_ms))
             case wire.Goodbye():
                 self._flush_answers()
-                self.events.append(events.PeerLost(at_us=at_us, at_ns=self._at_ns, peer=peer, reason="left"))
-
-    def _add_answer(self, peer: str, header: wire.Header, body: wire.CommandOutcome) -> None:
-        answer = events.PeerAnswer(
-            peer=peer, origin=header.origin, seq=header.seq, outcome=body.outcome, rule=body.rule
-        )
-        self._answers.append(answer)
-        self._answering.add(peer)
+                self.events.append(events.PeerLost(peer=peer, reason="left"))
 
     def _on_decisions(self, peer: str, batch: wire.DecisionBatch) -> None:
         name = member_at(self._state, peer)
@@ -285,17 +266,11 @@ class Inbox:
         self._last_status.pop(peer, None)  # with a hello, the coordinator forgets the agent's last status
         self.last_heard_us[peer] = self._at_us
         recorded = self._log.recorded(name, hello.journal)
-        self.events.append(
-            events.HelloReceived(
-                at_us=self._at_us, at_ns=self._at_ns, peer=peer, hello=hello, recorded_decisions=recorded
-            )
-        )
+        self.events.append(events.HelloReceived(peer=peer, hello=hello, recorded_decisions=recorded))
 
     def _flush_answers(self) -> None:
         if self._answers:
-            self.events.append(
-                events.AnswersReceived(at_us=self._at_us, at_ns=self._at_ns, answers=tuple(self._answers))
-            )
+            self.events.append(events.AnswersReceived(answers=tuple(self._answers)))
             self._answers.clear()
             self._answering.clear()
 
@@ -310,18 +285,17 @@ class Inbox:
 
     def _deny(self, connection: bytes, message: wire.Upward | wire.Operator, reason: str) -> None:
         """Note what to tell a connection whose key does not allow what it sent. An agent is a stranger from now on."""
-        if self._lines.allows(self._at_us):
-            logger.warning("refused %s from connection %s: %s", type(message).__name__, connection.hex(), reason)
+        logger.warning("refused %s from connection %s: %s", type(message).__name__, connection.hex(), reason)
         if isinstance(message, wire.Operator):
-            self.denied[connection] = wire.RequestRejected(reason=reason)
+            self.replies[connection] = wire.RequestRejected(reason=reason)
             return
-        self.denied[connection] = wire.Rejoin(reason=reason, give_up=True)
+        self.replies[connection] = wire.Rejoin(reason=reason, give_up=True)
         peer = self._peers.get(connection)
         if peer is not None:
             self._flush_answers()
             self._forget(connection, peer)
             if member_at(self._state, peer) is not None:
-                self.events.append(events.PeerLost(at_us=self._at_us, at_ns=self._at_ns, peer=peer, reason="refused"))
+                self.events.append(events.PeerLost(peer=peer, reason="refused"))
 
     def _forget(self, connection: bytes, peer: str) -> None:
         del self._peers[connection], self.last_heard_us[peer]
@@ -332,8 +306,6 @@ class Inbox:
     def _on_malformed(self, frames: list[bytes], error: Exception) -> None:
         """Count it, and log it now and then: by hash, since the bytes are a stranger's."""
         self.malformed += 1
-        if not self._lines.allows(self._at_us):
-            return
         data = b"\0".join(frames[1:])
         digest = hashlib.sha256(data).hexdigest()[:16]
         text = "dropped a malformed message from %a: %s; %d bytes, sha256 %s; %d so far"

@@ -10,10 +10,9 @@ one. None of these folders may be one that other users can write.
 """
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
 
@@ -36,15 +35,12 @@ logger = logger_of("keys")
 
 Place = Annotated[str, Meta(pattern=r"^([0-9]{1,9}(\.[0-9]{1,9})?|[a-z][a-z0-9_-]{0,31}(\.[0-9]{1,9})?)$(?!\n)")]
 """`0`, `0.1`, `actor` or `actor.3`."""
-SETTLED_NS: Final = 2_000_000_000
-"""A folder that changed more recently than this may change again and keep its modification time."""
 
 
 class AllowedKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One accepted key.
 
     Attributes:
-        public: Its public half.
         places: Agents that it may be; empty for any.
     """
 
@@ -89,7 +85,7 @@ class KeyFolder:
             if folder.exists():
                 require_own_folder(folder)
 
-    def signature(self) -> tuple[tuple[int, int, int, int], ...]:
+    def signature(self) -> tuple[object, ...]:
         """Return what changes whenever a key is allowed or revoked, or others may do it."""
         return tuple(_signature(folder) for folder in (self.path, self._allowed, self._revoked))
 
@@ -151,17 +147,13 @@ class KeyFolder:
         return allowed, revoked
 
 
-def is_settled(signature: tuple[tuple[int, int, int, int], ...]) -> bool:
-    """Whether a change after now is sure to change the signature: a clock of files ticks in milliseconds."""
-    return all(time.time_ns() - changed_ns > SETTLED_NS for *_, changed_ns in signature)
-
-
-def _signature(folder: Path) -> tuple[int, int, int, int]:
+def _signature(folder: Path) -> tuple[object, ...]:
+    """The names show what the time does not: a clock of files ticks in milliseconds."""
     try:
         found = folder.stat()
+        return found.st_dev, found.st_ino, found.st_mode, found.st_mtime_ns, sorted(os.listdir(folder))
     except OSError:
-        return 0, 0, 0, 0
-    return found.st_dev, found.st_ino, found.st_mode, found.st_mtime_ns
+        return ()
 
 
 def _read_all(folder: Path) -> Iterator[tuple[Path, AllowedKey]]:

@@ -1,6 +1,8 @@
 """Asks a running bus for its status, to publish a command, to sync weights, or to retire a place. For the command line.
 
-One request, one reply; that of a large fleet comes in parts.
+One request, one reply; that of a large fleet comes in parts. Each function raises BusUnreachable if none comes (then a
+command may have been published), KeyRefused or BusAddressError if it can't connect, CommandError if the bus refused,
+and ConfigError for a number out of bounds.
 """
 
 import secrets
@@ -30,15 +32,7 @@ ANSWER_S: Final = 5.0
 
 
 async def ask_status(bus: str, timeout_s: float = ANSWER_S, keys: KeySource | None = None) -> FleetStatus:
-    """Return the status of the fleet.
-
-    Raises:
-        BusUnreachable: No reply.
-        KeyRefused: The bus refuses this key, or requires one.
-        BusAddressError: The address can't be used.
-        CommandError: The bus refused.
-        ConfigError: The timeout is out of bounds.
-    """
+    """Return the status of the fleet."""
     return await _ask(bus, wire.StatusRequest(), FleetStatus, milliseconds(timeout_s) / 1000, keys)
 
 
@@ -51,15 +45,7 @@ async def submit(
     *,
     force: bool = False,
 ) -> Report:
-    """Publish a command on a running bus, and return its report. A start with `force` takes over the trainer's session.
-
-    Raises:
-        BusUnreachable: No reply. The command may have been published.
-        KeyRefused: The bus refuses this key, or requires one. Nothing was published.
-        BusAddressError: The address can't be used.
-        CommandError: The bus refused, or the request is too large for a message.
-        ConfigError: The timeout, or a number of the command or its target, is out of bounds.
-    """
+    """Publish a command, and return its report. A start with `force` takes over the trainer's session."""
     request = wire.Submit(command=command, target=target, timeout_ms=milliseconds(timeout_s), force=force)
     if (size := len(wire.encode(within_bounds(request)))) > wire.MAX_REPLY_BYTES:
         raise CommandError(f"the request takes {size:,} bytes, of at most {wire.MAX_REPLY_BYTES:,}. Nothing was sent")
@@ -74,13 +60,7 @@ async def sync(
     keys: KeySource | None = None,
     adapter: AdapterRequest | None = None,
 ) -> SyncReport:
-    """Bring the fleet to a checkpoint or a version of an adapter; return the report. The timeout is for each phase.
-
-    Raises:
-        BusUnreachable, KeyRefused, BusAddressError, ConfigError: As for `submit`.
-        CommandError: The checkpoint is missing or forbidden, another sync has not ended, or the version was used for
-            other weights. Nothing was sent to the agents.
-    """
+    """Bring the fleet to a checkpoint or a version of an adapter; return the report. The timeout is for each phase."""
     request = wire.SyncRequest(path=path, version=version, timeout_ms=milliseconds(timeout_s), adapter=adapter)
     return await _ask(bus, within_bounds(request), SyncReport, PHASES * timeout_s + ANSWER_S, keys)
 
@@ -88,22 +68,12 @@ async def sync(
 async def retire(
     bus: str, places: tuple[str, ...], timeout_s: float = ANSWER_S, keys: KeySource | None = None
 ) -> FleetStatus:
-    """Take places out of the run for good, and return the status of the fleet without them.
-
-    Raises:
-        BusUnreachable, KeyRefused, BusAddressError: As for `submit`.
-        CommandError: An agent is still running there, or the run does not know the place.
-    """
+    """Take places out of the run for good, and return the status of the fleet without them."""
     return await _ask(bus, wire.Retire(places=places), FleetStatus, milliseconds(timeout_s) / 1000, keys)
 
 
 async def assigned_replica(bus: str, keys: KeySource | None) -> int:
-    """Return which replica an agent is to be. Waits for a bus.
-
-    Raises:
-        KeyRefused, BusAddressError: As for `submit`.
-        CommandError: The bus is full, or the key is for other places.
-    """
+    """Return which replica an agent is to be. Waits for a bus. CommandError: it is full, or the key is for others."""
     request, waited_for = wire.PlaceRequest(token=secrets.token_hex(16)), ""
     while True:
         try:

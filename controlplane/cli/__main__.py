@@ -18,24 +18,17 @@ from schemas.errors import ConfigError, RolloutctlError
 from schemas.formatting import printable
 
 COMMANDS = {
-    "agent": "controlplane.cli.agent:agent",
-    "chaos": "controlplane.cli.chaos:chaos",
-    "conform": "controlplane.cli.conform:conform",
-    "demo": "controlplane.cli.demo:demo",
-    "engine": "controlplane.cli.engine:engine",
-    "gateway": "controlplane.cli.gateway:gateway",
-    "keys": "controlplane.cli.keys:keys",
-    "log": "controlplane.cli.log:log",
-    "observe": "controlplane.cli.observe:observe",
-    "timeline": "controlplane.cli.timeline:timeline",
-    "simulate": "controlplane.cli.simulate:simulate",
-    "report": "controlplane.cli.report:report",
-    "top": "controlplane.cli.top:top",
-    "drop-adapter": "controlplane.cli.operate:drop_adapter",
     **{
-        name: f"controlplane.cli.operate:{name}"
+        name: f"controlplane.cli.{name}:{name}"
         for name in (
-            *("status", "stall", "profile", "pause", "resume", "flush"),
+            *("agent", "chaos", "conform", "demo", "engine", "gateway", "keys", "log", "observe", "report"),
+            *("simulate", "timeline", "top"),
+        )
+    },
+    **{
+        name: f"controlplane.cli.operate:{name.replace('-', '_')}"
+        for name in (
+            *("status", "stall", "profile", "pause", "resume", "flush", "drop-adapter"),
             *("sleep", "wake", "abort", "drain", "retire", "sync"),
         )
     },
@@ -83,11 +76,7 @@ def cli() -> None:
 
 
 def run(words: Sequence[str] | None = None) -> int:
-    """Run one command line, by default that of this process.
-
-    Returns:
-        The exit code.
-    """
+    """Run one command line, by default that of this process, and return its exit code."""
     try:
         code = cli.main(words, prog_name="rolloutctl", standalone_mode=False)
     except click.Abort:

@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from msgspec.structs import replace
 
 from controlplane.cli import interrupt
-from controlplane.cli.command_line import BUS_HELP, Command, api_key_file, metrics_port
+from controlplane.cli.command_line import BUS_HELP, FILE, FOLDER, PATH, Command, api_key_file, metrics_port
 from schemas.commands import ProfilePlan
 from schemas.config import TIMEOUT_MAX_S, AgentConfig, milliseconds
 from schemas.errors import ConfigError, IdentityTaken
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 logger = logger_of("agent")
 
-
-_PATH = click.Path(path_type=Path)
 AUTO: Final = "auto"
 MODES = tuple(mode.value for mode in RolloutMode if mode is not RolloutMode.OBSERVED)
 OBSERVING = frozenset(
@@ -90,7 +88,7 @@ class _ReplicaOption(click.IntRange):
     context_settings={"auto_envvar_prefix": "ROLLOUTCTL_AGENT"},
 )
 @click.option("--bus", envvar="ROLLOUTCTL_BUS", required=True, help=BUS_HELP)
-@click.option("--key", "keys", type=_PATH, envvar="ROLLOUTCTL_KEY_FILE", help="File with this agent's key.")
+@click.option("--key", "keys", type=PATH, envvar="ROLLOUTCTL_KEY_FILE", help="File with this agent's key.")
 @click.option(
     "--replica",
     metavar="N|auto",
@@ -130,7 +128,7 @@ class _ReplicaOption(click.IntRange):
 @api_key_file
 @click.option("--launch", is_flag=True, help="Start, restart and stop the server whose command follows `--`.")
 @click.option("--dist-init", help="With --launch: HOST:PORT at which the servers of a multi-node replica meet.")
-@click.option("--launch-log", type=_PATH, help="File for the server's output.  [default: in --state-dir]")
+@click.option("--launch-log", type=PATH, help="File for the server's output.  [default: in --state-dir]")
 @click.option(
     "--up-within",
     type=click.FloatRange(1, TIMEOUT_MAX_S),
@@ -141,23 +139,23 @@ class _ReplicaOption(click.IntRange):
 @click.option("--worker-url", help="Address of the server for its clients and the router.  [default: --url]")
 @click.option("--serve", help="tiny: address for its clients, e.g. ipc:///tmp/engine-0.")
 @click.option("--seed", default=0, help="tiny: seed of its initial weights.")
-@click.option("--checkpoints", type=_PATH, default=".", help="Root of the paths in weight syncs.")
+@click.option("--checkpoints", type=PATH, default=".", help="Root of the paths in weight syncs.")
 @click.option(
     "--digests",
     type=click.Choice(["always", "announced", "never"]),
     default="announced",
     help="After which loads to compare a digest of the engine's weights: all, those of syncs with a digest, none.",
 )
-@click.option("--traces", type=_PATH, help="Folder for traces.  [default: traces]")
+@click.option("--traces", type=PATH, help="Folder for traces.  [default: traces]")
 @click.option("--finish-hook", help="Command that /bin/sh runs after the last profiled step, e.g. an upload.")
 @click.option(
     "--profiler",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     help="The trainer's profiler configuration, verl's or ours: sets --traces, --finish-hook and a launched vLLM.",
 )
 @click.option(
     "--state-dir",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=FOLDER,
     help="Folder of the journal, on a local disk.  [default: one for this bus in ~/.local/state/rolloutctl]",
 )
 @click.option(
@@ -184,9 +182,7 @@ class _ReplicaOption(click.IntRange):
     help="Shortly before an engine call passes its deadline, write down where the engine hangs (needs py-spy).",
 )
 @click.option(
-    "--faults",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Staging only: a game day's plan (TOML) of what goes wrong with this agent on purpose.",
+    "--faults", type=FILE, help="Staging only: a game day's plan (TOML) of what goes wrong with this agent on purpose."
 )
 @click.option(
     "--drain",

@@ -12,7 +12,7 @@ from typing import Final, Self
 
 import click
 
-from controlplane.cli.command_line import Command, Group, note_problem
+from controlplane.cli.command_line import FILE, PATH, Command, Group, json_option, note_problem
 from controlplane.machine.events import Publish
 from controlplane.record.entries import LogEntry
 from controlplane.record.follow import follow
@@ -36,7 +36,7 @@ STOP_S: Final = 30.0
 LOOKS_MAX: Final = 50
 """Looks at a file that is no log, before it is taken for another one's: a bus is still writing its beginning."""
 
-_plan = click.argument("plan", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+_plan = click.argument("plan", type=FILE)
 
 
 @click.group(cls=Group, short_help="Hold a game day on a staging fleet.")
@@ -61,17 +61,11 @@ def explain(plan: Path) -> None:
 
 @chaos.command(cls=Command, short_help="Watch a run, and judge it.")
 @_plan
-@click.option(
-    "--log",
-    type=click.Path(path_type=Path),
-    default="run.db",
-    show_default=True,
-    help="The run's log, or where it will be.",
-)
+@click.option("--log", type=PATH, default="run.db", help="The run's log, or where it will be.")
 @click.option(
     "--for", "for_s", type=click.FloatRange(1, TIMEOUT_MAX_S), help="Seconds to watch.  [default: to its end]"
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def run(plan: Path, log: Path, for_s: float | None, as_json: bool, command: Sequence[str]) -> None:
     """Watch the run that writes the log, until its bus closes, and print what each fault of PLAN did to the fleet.

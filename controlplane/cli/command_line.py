@@ -22,9 +22,15 @@ RUN_HELP: Final = (
     "auto: continue the run in the log if there is one, else begin one; new: begin one, and keep an earlier log beside "
     "it; resume: continue one; or the id of either.  [default: auto, with a warning]"
 )
+PATH: Final = click.Path(path_type=Path)
+FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
+FOLDER: Final = click.Path(file_okay=False, path_type=Path)
+file_argument = click.argument("file", type=FILE)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+force_option = click.option("--force", is_flag=True, help="Replace an existing file.")
 api_key_file = click.option(
     "--api-key-file",
-    type=click.Path(path_type=Path),
+    type=PATH,
     envvar="ROLLOUTCTL_ENGINE_API_KEY_FILE",
     help="File with the engines' API key.  [default: ROLLOUTCTL_ENGINE_API_KEY]",
 )

@@ -8,12 +8,11 @@ from typing import Any
 
 import anyio
 import click
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from controlplane.cli import interrupt
-from controlplane.cli.command_line import Command, api_key_file
-from controlplane.cli.tables import Screen
+from controlplane.cli.command_line import FOLDER, Command, api_key_file
+from controlplane.cli.tables import Screen, new_table
 from schemas.errors import ConfigError, ExtraMissing
 from schemas.formatting import markup
 from schemas.identity import Identity
@@ -22,8 +21,6 @@ from workers.conformance.kit import Kit, Row
 from workers.engine import Engine
 from workers.engines.factory import EngineOptions, make_engine
 
-_PATH = click.Path(path_type=Path)
-_FOLDER = click.Path(file_okay=False, path_type=Path)
 COLOURS = {"passed": "green", "failed": "red", "not offered": "yellow"}
 
 
@@ -31,19 +28,16 @@ COLOURS = {"passed": "green", "failed": "red", "not offered": "yellow"}
 @click.option("--engine", "name", required=True, help="Name of a backend, as for `agent`, or MODULE:CLASS.")
 @click.option("--url", help="Address of the engine's server.")
 @api_key_file
-@click.option("--checkpoints", type=_FOLDER, default=".", help="Root of the checkpoints.")
+@click.option("--checkpoints", type=FOLDER, default=".", help="Root of the checkpoints.")
 @click.option(
     "--load",
     "paths",
     multiple=True,
     help="A checkpoint of its model, relative to --checkpoints. Give two, with different weights.",
 )
-@click.option("--traces", type=_FOLDER, default="traces", help="Folder for traces.")
+@click.option("--traces", type=FOLDER, default="traces", help="Folder for traces.")
 @click.option(
-    "--up-within",
-    type=click.FloatRange(0),
-    default=10.0,
-    help="Seconds that the engine may take to be ready.",
+    "--up-within", type=click.FloatRange(0), default=10.0, help="Seconds that the engine may take to be ready."
 )
 @click.option(
     "--yes", is_flag=True, help="Confirm that the engine is not in use: it may be paused, loaded and put to sleep."
@@ -144,9 +138,7 @@ def _client(name: str, options: EngineOptions, engine: Any) -> GenerationClient:
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for column in ("operation", "verdict", "what was seen", "seconds"):
-        table.add_column(column, justify="right" if column == "seconds" else "left", overflow="fold")
+    table = new_table(("operation", "verdict", "what was seen", "seconds"), ("seconds",))
     for row in rows:
         colour = COLOURS[row.verdict]
         table.add_row(row.operation, f"[{colour}]{row.verdict}[/{colour}]", markup(row.seen), f"{row.seconds:.1f}")

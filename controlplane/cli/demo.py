@@ -21,18 +21,17 @@ from typing import Final, Literal, Self
 import click
 from msgspec.structs import replace
 
-from controlplane.cli.command_line import Command
+from controlplane.cli.command_line import FILE, FOLDER, Command
 from controlplane.cli.replay_log import replay_log
 from controlplane.cli.tables import Screen
-from controlplane.machine.events import Conclude
 from controlplane.plane import ControlPlane
 from controlplane.record.log import RunLog
+from controlplane.replay.recorded_run import RecordedRun
 from schemas.commands import ProfilePlan
 from schemas.config import BusConfig
 from schemas.errors import AgentError, ConfigError, ExtraMissing
 from schemas.formatting import count_outcomes, markup, one_line
 from schemas.profiler.config import ProfilerConfig, read_config
-from schemas.reports import Report
 from schemas.transport.keys import KEY_FILE_VARIABLE, KEY_VARIABLE, KEYS_VARIABLE
 
 REPLICAS: Final = 2
@@ -45,13 +44,13 @@ EXIT_TIMEOUT_S: Final = 120.0
 
 
 @click.command(cls=Command, short_help="Train a small model on four agents, on this machine, and replay the log.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to make.  [default: a new one]")
+@click.option("--out", type=FOLDER, help="Folder to make.  [default: a new one]")
 @click.option("--steps", type=click.IntRange(6, 1000), default=STEPS, help="Training steps.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the trainer.")
 @click.option("--fault", type=click.Choice(["kill-agent"]), help="Kill one agent in the middle of the run.")
 @click.option(
     "--profiler",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     help="What to profile: a configuration, verl's or ours.  [default: two steps, engines and trainer]",
 )
 def demo(out: Path | None, steps: int, seed: int, fault: Literal["kill-agent"] | None, profiler: Path | None) -> None:
@@ -115,11 +114,7 @@ def _profiler(file: Path | None, steps: int, traces: Path) -> ProfilerConfig:
 def _summarize(screen: Screen, out: Path, rewards: list[float]) -> None:
     """Show what happened, from the log alone, and where everything is; then replay the log."""
     log, traces = out / "run.db", out / "traces"
-    effects = itertools.chain.from_iterable(entry.typed_effects() for entry in RunLog.read(log) if not entry.agent)
-    reports = [
-        effect.report for effect in effects if isinstance(effect, Conclude) and isinstance(effect.report, Report)
-    ]
-    reports.sort(key=lambda report: report.seq)
+    reports = [report for _, report in sorted(RecordedRun(log).reports.items())]
     conclusions = [outcome.conclusion for report in reports for outcome in report.outcomes]
     screen.print()
     for report in reports:
@@ -147,11 +142,6 @@ def _summarize(screen: Screen, out: Path, rewards: list[float]) -> None:
 def _shown(path: Path) -> str:
     """A path as a person here would type it."""
     return markup(shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)))
-
-
-def _environment() -> dict[str, str]:
-    """The environment without options for other agents."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("ROLLOUTCTL_AGENT_")}
 
 
 # --- the agents -------------------------------------------------------------------------------------------------------
@@ -200,11 +190,12 @@ class Nodes:
         engine += ["--serve", self.engines[replica]] if node_rank == 0 else []
         folders = ["--checkpoints", self._out / "checkpoints", "--traces", self._out / "traces"]
         command = ["agent", "--bus", self._bus, *node, *engine, *folders, "--state-dir", self._out / "state"]
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("ROLLOUTCTL_AGENT_")}
         with (self._out / "logs" / f"agent-{agent}.log").open("ab") as log:
             self._processes[agent] = subprocess.Popen(
                 [sys.executable, "-P", "-m", "controlplane.cli", *map(str, command)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**_environment(), "OMP_NUM_THREADS": "1"},  # the engines share the trainer's cores
+                env={**ours, "OMP_NUM_THREADS": "1"},  # the engines share the trainer's cores
             )

@@ -7,11 +7,9 @@ from this model, so the reward rises only if the engines really get the new weig
 """
 
 import itertools
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -147,19 +145,9 @@ class Training:
                 )
 
 
-class _Bar(Progress):
-    def stop(self) -> None:
-        """End the bar. It gives the terminal back before its last line is written: no line of the log comes between."""
-        with ExitStack() as stack:
-            for handler in logging.root.handlers:
-                handler.acquire()
-                stack.callback(handler.release)
-            super().stop()
-
-
 def _progress(screen: Screen) -> Progress:
     """A bar over the training steps, with the reward beside it."""
-    return _Bar(
+    return Progress(
         "[bold]training[/bold]",
         BarColumn(bar_width=28),
         MofNCompleteColumn(),

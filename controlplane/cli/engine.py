@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from controlplane.cli import interrupt
-from controlplane.cli.command_line import Group, api_key_file
+from controlplane.cli.command_line import Group, api_key_file, json_option
 from controlplane.cli.tables import Screen, probe_table
 from schemas.formatting import json_text
 
@@ -18,7 +18,7 @@ def engine() -> None:
 @engine.command(short_help="Show what a server is, and which operations it supports.")
 @click.argument("url")
 @api_key_file
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def probe(url: str, api_key_file: Path | None, as_json: bool) -> None:
     """Show the engine at URL: kind, version, node rank, tokenizer, and each operation, supported or why not.
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from controlplane.cli.command_line import Command
+from controlplane.cli.command_line import Command, file_argument
 from controlplane.machine.profiling import sessions
 from schemas.commands import ProfilePlan
 from schemas.formatting import format_list, one_line
@@ -19,7 +19,7 @@ STEP, UNIT = 987_654_321, 987_654_322
 
 
 @click.command("explain", cls=Command, short_help="Print what a configuration will profile.")
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@file_argument
 @click.option("--verl", "as_verl", is_flag=True, help="FILE is verl's: a trainer's configuration, or parts of it.")
 @click.option(
     "--ranks",

@@ -9,13 +9,12 @@ import anyio
 import click
 
 from controlplane.cli import interrupt
-from controlplane.cli.command_line import RUN_HELP, Command, api_key_file, metrics_port, serve_bus_metrics
+from controlplane.cli.command_line import PATH, RUN_HELP, Command, api_key_file, metrics_port, serve_bus_metrics
 from controlplane.plane import ControlPlane
 from schemas.config import TIMEOUT_MAX_S, BusConfig
 from schemas.errors import ConfigError, ExtraMissing
 from schemas.identity import REPLICAS_MAX
 
-_PATH = click.Path(path_type=Path)
 TOKEN_VARIABLE = "ROLLOUTCTL_GATEWAY_TOKEN"
 
 
@@ -25,11 +24,11 @@ TOKEN_VARIABLE = "ROLLOUTCTL_GATEWAY_TOKEN"
     context_settings={"auto_envvar_prefix": "ROLLOUTCTL_GATEWAY"},
 )
 @click.option("--address", default="tcp://127.0.0.1:5555", help="Where agents connect.")
-@click.option("--log", type=_PATH, default="run.db", help="File of the run's log.")
+@click.option("--log", type=PATH, default="run.db", help="File of the run's log.")
 @click.option("--run", metavar="auto|new|resume|ID", help=RUN_HELP)
-@click.option("--log-copy", type=_PATH, help="Folder, shared with other machines, of a live copy of the log.")
-@click.option("--address-file", type=_PATH, help="File to write --address to, for agents that are given the file.")
-@click.option("--keys", type=_PATH, envvar="ROLLOUTCTL_KEYS", help="Folder of the bus's keys.")
+@click.option("--log-copy", type=PATH, help="Folder, shared with other machines, of a live copy of the log.")
+@click.option("--address-file", type=PATH, help="File to write --address to, for agents that are given the file.")
+@click.option("--keys", type=PATH, envvar="ROLLOUTCTL_KEYS", help="Folder of the bus's keys.")
 @click.option(
     "--replicas", type=click.IntRange(1, REPLICAS_MAX), help="Number of replicas.  [default: that of --engine]"
 )
@@ -37,13 +36,13 @@ TOKEN_VARIABLE = "ROLLOUTCTL_GATEWAY_TOKEN"
     "--engine", multiple=True, metavar="URL", help="Server of replica 0; again for 1, 2 …  [default: as agents say]"
 )
 @api_key_file
-@click.option("--checkpoints", type=_PATH, default=".", help="Folder above all checkpoints that the trainer writes.")
+@click.option("--checkpoints", type=PATH, default=".", help="Folder above all checkpoints that the trainer writes.")
 @click.option("--listen", default="127.0.0.1:8400", metavar="HOST:PORT", help="Where the trainer posts.")
 @click.option(
     "--ports", is_flag=True, help="Give each replica a port of its own, counting up from --listen, instead of a path."
 )
 @click.option(
-    "--token-file", type=_PATH, help=f"File with the token that clients must send.  [default: {TOKEN_VARIABLE}]"
+    "--token-file", type=PATH, help=f"File with the token that clients must send.  [default: {TOKEN_VARIABLE}]"
 )
 @click.option("--insecure", is_flag=True, help="Allow a --listen that other machines can reach, without a token.")
 @click.option("--insecure-bus", is_flag=True, help="Allow an --address that other machines can reach, without keys.")

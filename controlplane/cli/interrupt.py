@@ -31,10 +31,7 @@ CODE: Final = 130
 def run(function: Callable[..., Awaitable[T]], *arguments: object, ends: tuple[signal.Signals, ...] = ()) -> T:
     """Run an async function to its end, and return its result. Ctrl-C cancels it, and raises KeyboardInterrupt.
 
-    Args:
-        function: What to run.
-        arguments: Its arguments.
-        ends: Other signals that cancel it: those of a service, which then has no result.
+    The other signals of `ends` cancel it too: those of a service, which then has no result.
     """
 
     async def main() -> T:

@@ -1,12 +1,10 @@
 """`rolloutctl keys`: make, show and revoke the keys of a bus. A running bus sees each change by itself."""
 
-from pathlib import Path
-
 import click
 import msgspec
 
 from controlplane.bus.key_folder import AllowedKey, KeyFolder, Place
-from controlplane.cli.command_line import Group
+from controlplane.cli.command_line import FOLDER, Group, json_option
 from controlplane.machine.permissions import KeyRole
 from schemas.errors import ConfigError
 from schemas.formatting import json_text, one_line
@@ -16,12 +14,11 @@ _folder = click.option(
     "--keys",
     "folder",
     envvar="ROLLOUTCTL_KEYS",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=FOLDER,
     default="keys",
     callback=lambda _, __, path: KeyFolder(path),
     help="Folder of the bus's keys, on the trainer's machine.",
 )
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 @click.group(cls=Group, short_help="Make, show and revoke the keys of a bus.")
@@ -40,10 +37,7 @@ def keys() -> None:
 @_folder
 @click.argument("names", nargs=-1, required=True)
 @click.option(
-    "--role",
-    type=click.Choice(["agent", "operator", "observer"]),
-    default="agent",
-    help="What the key may do.",
+    "--role", type=click.Choice(["agent", "operator", "observer"]), default="agent", help="What the key may do."
 )
 @click.option("--place", "places", multiple=True, metavar="P", help="Agents that it may be: 0, 0.1, actor or actor.3.")
 @click.option("--fleet", is_flag=True, help="An agent's key for any place: one key for the whole fleet.")
@@ -68,7 +62,7 @@ def new(folder: KeyFolder, names: tuple[str, ...], role: KeyRole, places: tuple[
 
 @keys.command("list", short_help="Show all keys.")
 @_folder
-@_json
+@json_option
 def list_keys(folder: KeyFolder, as_json: bool) -> None:
     """Show the bus's public key, the keys that may come in, and those that were revoked. Shows no secret."""
     server = folder.server_pair().public

@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 
 from controlplane.analysis.invariants import verify
 from controlplane.analysis.log_lines import format_decision, json_line
-from controlplane.cli.command_line import Group, note_problem
+from controlplane.cli.command_line import Group, file_argument, json_option, note_problem
 from controlplane.cli.replay_log import replay_file
 from controlplane.record.entries import LogEntry, LogItem, LogMark
 from controlplane.record.follow import follow
@@ -22,8 +22,6 @@ from schemas.identity import NUMBER_MAX
 from schemas.logs import time_with_zone
 from schemas.profiler.conversion import did_you_mean
 
-_file = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 FOLLOW_S: Final = 0.2
 """Between two looks at a log that is followed."""
 
@@ -34,8 +32,8 @@ def log() -> None:
 
 
 @log.command(short_help="Print every decision.")
-@_file
-@_json
+@file_argument
+@json_option
 @click.option("--agent", help="Only this agent's decisions, e.g. 0.1; `bus` for the coordinator's.")
 @click.option("--kind", help="Only events of this kind, e.g. command or returned.")
 @click.option("--from", "start", type=click.IntRange(1, NUMBER_MAX), default=1, help="Position of the first record.")
@@ -69,8 +67,8 @@ def _why_nothing(file: Path, start: int, agent: str | None, agents: set[str], ki
 
 
 @log.command("verify", short_help="Check the file, and the invariants of every run.")
-@_file
-@_json
+@file_argument
+@json_option
 def verify_command(file: Path, as_json: bool) -> None:
     """Check every record, and the invariants that hold in every run. The exit code is 1 if something is wrong."""
     run, reading = RunLog.header(file).run, _Reading(RunLog.walk(file))
@@ -109,8 +107,8 @@ class _Reading:
 
 
 @log.command("replay", short_help="Make every decision again, and compare.")
-@_file
-@_json
+@file_argument
+@json_option
 def replay_command(file: Path, as_json: bool) -> None:
     """Make every decision of the log again. At the first that differs, print a diff; the exit code is then 1."""
     try:

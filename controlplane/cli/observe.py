@@ -7,11 +7,10 @@ import anyio
 import click
 
 from controlplane.cli import interrupt
-from controlplane.cli.command_line import RUN_HELP, Command, metrics_port, serve_bus_metrics
+from controlplane.cli.command_line import PATH, RUN_HELP, Command, metrics_port, serve_bus_metrics
 from controlplane.plane import ControlPlane
 from schemas.config import TIMEOUT_MAX_S, BusConfig, ObservePolicy, milliseconds
 
-_PATH = click.Path(path_type=Path)
 _SECONDS = click.FloatRange(0.001, TIMEOUT_MAX_S)
 _DEFAULT = ObservePolicy()
 
@@ -22,9 +21,9 @@ _DEFAULT = ObservePolicy()
     context_settings={"auto_envvar_prefix": "ROLLOUTCTL_OBSERVE"},
 )
 @click.option("--address", required=True, help="Where observing agents connect, tcp://HOST:PORT.")
-@click.option("--log", type=_PATH, required=True, help="File of the log; created, or continued.")
+@click.option("--log", type=PATH, required=True, help="File of the log; created, or continued.")
 @click.option("--run", metavar="auto|new|resume|ID", help=RUN_HELP)
-@click.option("--keys", type=_PATH, envvar="ROLLOUTCTL_KEYS", help="Folder of the bus's keys.")
+@click.option("--keys", type=PATH, envvar="ROLLOUTCTL_KEYS", help="Folder of the bus's keys.")
 @click.option("--insecure", is_flag=True, help="Allow an address that other machines can reach, without keys.")
 @click.option(
     "--torn-after",

@@ -13,7 +13,16 @@ from controlplane.bus.operator import ask_status, submit
 from controlplane.bus.operator import retire as ask_retire
 from controlplane.bus.operator import sync as ask_sync
 from controlplane.cli import interrupt
-from controlplane.cli.command_line import BUS_HELP, Command, Group, note_problem, parse_numbers, read_numbers
+from controlplane.cli.command_line import (
+    BUS_HELP,
+    FILE,
+    Command,
+    Group,
+    json_option,
+    note_problem,
+    parse_numbers,
+    read_numbers,
+)
 from controlplane.cli.explain import explain
 from controlplane.cli.tables import Screen, fleet_table
 from schemas.commands import (
@@ -48,7 +57,6 @@ keys_option = click.option(
 _SECONDS = click.FloatRange(0.01, TIMEOUT_MAX_S)
 _STEP = click.IntRange(0, NUMBER_MAX)
 NO_AGENTS: Final = "no agent has joined this run: start one beside each node, with `rolloutctl agent --bus …`"
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _wait = click.option("--timeout", type=_SECONDS, default=5.0, help="Seconds to wait for an answer.")
 
 
@@ -57,7 +65,7 @@ def _publishes(build: Callable[..., ProfileCommand | EngineCommand | AdapterDrop
 
     @bus_option
     @keys_option
-    @_json
+    @json_option
     @click.option("--replicas", callback=read_numbers, metavar="N,N-N…", help="Only these, e.g. 0,2-5.  [default: all]")
     @click.option("--timeout", type=_SECONDS, default=30.0, help="Seconds to wait for the answers.")
     @wraps(build)
@@ -124,7 +132,7 @@ def _print(report: Report | SyncReport, as_json: bool) -> None:
 @click.command(cls=Command, short_help="Show every agent, its state, and what it waits for.")
 @bus_option
 @keys_option
-@_json
+@json_option
 @_wait
 def status(bus: str, keys: KeySource | None, as_json: bool, timeout: float) -> None:
     """Show the fleet of a running bus."""
@@ -141,7 +149,7 @@ def status(bus: str, keys: KeySource | None, as_json: bool, timeout: float) -> N
 @click.command(cls=Command, short_help="Show what waits for which agents.")
 @bus_option
 @keys_option
-@_json
+@json_option
 @_wait
 def stall(bus: str, keys: KeySource | None, as_json: bool, timeout: float) -> None:
     """Show what waits for which agents, and what each of them is doing: `status` without agents that are well.
@@ -180,7 +188,7 @@ def _print_fleet(fleet: FleetStatus) -> None:
 @click.command(cls=Command, short_help="Let replicas end their requests, and retire them.")
 @bus_option
 @keys_option
-@_json
+@json_option
 @click.option(
     "--grace",
     type=click.FloatRange(0, TIMEOUT_MAX_S / 2),
@@ -201,7 +209,7 @@ def drain(bus: str, keys: KeySource | None, as_json: bool, grace: float, replica
 @click.command(cls=Command, short_help="Take replicas or agents out of the run for good.")
 @bus_option
 @keys_option
-@_json
+@json_option
 @click.argument("places", nargs=-1, required=True, metavar="REPLICA[-REPLICA][.NODE]…")
 def retire(bus: str, keys: KeySource | None, as_json: bool, places: tuple[str, ...]) -> None:
     """Take replicas, or single agents, out of the run for good. Reports then no longer name them as absent.
@@ -250,10 +258,7 @@ def _read_config(context: click.Context, option: click.Parameter, file: Path | N
 
 
 _config = click.option(
-    "--config",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    callback=_read_config,
-    help="Take the plan from a profiler configuration, verl's or ours.",
+    "--config", type=FILE, callback=_read_config, help="Take the plan from a profiler configuration, verl's or ours."
 )
 
 
@@ -374,7 +379,7 @@ abort = _operation("abort", "Abort all running requests.")
 @click.command(cls=Command, short_help="Bring the fleet to a checkpoint by hand.")
 @bus_option
 @keys_option
-@_json
+@json_option
 @click.option(
     "--version", type=click.IntRange(1, NUMBER_MAX), help="Version of the weights.  [default: the next of the run]"
 )

@@ -8,7 +8,7 @@ from typing import TextIO
 
 import click
 
-from controlplane.cli.command_line import Command
+from controlplane.cli.command_line import PATH, Command, file_argument, force_option
 from controlplane.record.log import RunLog
 from controlplane.report.collect import collect
 from controlplane.report.page import write_page
@@ -18,9 +18,9 @@ from schemas.storage.atomic_write import atomic_write, check_destination
 
 
 @click.command(cls=Command, short_help="Write one page about a recorded run.")
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="The page.  [default: beside FILE, as .html]")
-@click.option("--force", is_flag=True, help="Replace an existing page.")
+@file_argument
+@click.option("-o", "--out", type=PATH, help="The page.  [default: beside FILE, as .html]")
+@force_option
 def report(file: Path, out: Path | None, force: bool) -> None:
     """Write one page about a recorded run: what went wrong, then the fleet, every command, each replica over time,
     latencies and stragglers. The page needs no network. The run may still be running.

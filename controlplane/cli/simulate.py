@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Final
 
 import click
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from controlplane.cli.command_line import Command
-from controlplane.cli.tables import Screen
+from controlplane.cli.command_line import FILE, Command, json_option
+from controlplane.cli.tables import Screen, new_table
 from controlplane.record.log import RunLog
 from controlplane.simulate.cost_plot import plot as drawn
 from controlplane.simulate.costs import RunCosts
@@ -29,15 +28,12 @@ COLUMNS: Final = (
 
 
 @click.command(cls=Command, short_help="Estimate what a policy would cost a fleet.")
-@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
+@click.argument("model", type=FILE, required=False)
 @click.option(
-    "--from",
-    "log",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Fit the model to a recorded run. MODEL, if given, changes what it says.",
+    "--from", "log", type=FILE, help="Fit the model to a recorded run. MODEL, if given, changes what it says."
 )
 @click.option("--vary", multiple=True, metavar="KEY=A,B,…", help="Simulate once for each value. Repeat for a grid.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the GPU time lost, as an SVG.")
 def simulate(model: Path | None, log: Path | None, vary: tuple[str, ...], as_json: bool, plot: Path | None) -> None:
     """Simulate the fleet of MODEL: time of its syncs, how many are aborted, and which GPU time is lost to them.
@@ -95,10 +91,7 @@ def _grid(tree: Tree, vary: tuple[str, ...]) -> dict[str, Tree]:
 
 
 def _table(rows: list[tuple[str, RunCosts]]) -> Table:
-    table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("run")
-    for name in COLUMNS:
-        table.add_column(name, justify="right")
+    table = new_table(("run", *COLUMNS), COLUMNS)
     for label, costs in rows:
         table.add_row(
             *(markup(label), _number(costs.hours), f"{costs.sync_p50:.2f} s", f"{costs.sync_p99:.2f} s"),

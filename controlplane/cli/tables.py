@@ -1,5 +1,6 @@
 """What commands print on: tables of the fleet, and of an engine server."""
 
+from collections.abc import Iterable
 from io import StringIO
 from typing import TYPE_CHECKING, Final
 
@@ -48,11 +49,18 @@ class Screen(Console):
         raise BrokenPipeError
 
 
+def new_table(columns: Iterable[str], right: Iterable[str] = ()) -> Table:
+    """Return a table without rows; its columns to the `right` hold numbers."""
+    table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return table
+
+
 def fleet_table(fleet: FleetStatus) -> Table:
     """Return a row for each agent; those in trouble are red."""
-    table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("agent", "host", "state", "silent", "seq", "condition", "engine", "waits for"):
-        table.add_column(name, justify="right" if name in ("silent", "seq") else "left", overflow="fold")
+    columns = ("agent", "host", "state", "silent", "seq", "condition", "engine", "waits for")
+    table = new_table(columns, ("silent", "seq"))
     for agent in fleet.agents:
         silent = f"{agent.silent_ms / 1000:.1f} s" if agent.state in ("joining", "live") else "-"  # no longer measured
         table.add_row(

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import click
 
-from controlplane.cli.command_line import Command
+from controlplane.cli.command_line import FOLDER, Command, file_argument, force_option, json_option
 from controlplane.timeline.perfetto import write_timeline
 from schemas.formatting import json_text, one_line, printable
 
 
 @click.command(cls=Command, short_help="Merge a run and its traces into one file for Perfetto.")
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@file_argument
 @click.option(
     "-o",
     "--out",
@@ -20,13 +20,13 @@ from schemas.formatting import json_text, one_line, printable
 @click.option(
     "--traces",
     "roots",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=FOLDER,
     multiple=True,
     help="Folder below which agents put their traces, or a copy of it. Repeatable.  [default: traces/ beside FILE]",
 )
 @click.option("--no-traces", is_flag=True, help="Leave out the traces.")
-@click.option("--force", is_flag=True, help="Replace an existing output file.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@force_option
+@json_option
 def timeline(
     file: Path, out: Path | None, roots: tuple[Path, ...], no_traces: bool, force: bool, as_json: bool
 ) -> None:

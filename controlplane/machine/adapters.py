@@ -212,24 +212,13 @@ def adapter_statuses(state: CoordinatorState) -> dict[str, AdapterStatus]:
 
 
 def live_versions(state: CoordinatorState, name: str) -> list[UsedAdapter]:
-    """Return the versions of an adapter that requests may name, the newest first.
-
-    Args:
-        state: The run.
-        name: Of the adapter.
-    """
+    """Return the versions of an adapter that requests may name, the newest first."""
     live = [entry for entry in state.adapters.get(name, _NONE).used if entry.committed and not entry.dropped_seq]
     return sorted(live, key=lambda entry: entry.adapter.version, reverse=True)
 
 
 def holds_version(state: CoordinatorState, replica: int, entry: UsedAdapter) -> bool:
-    """Return whether a replica is proven to hold a version: by its answer to the sync, or its newest status.
-
-    Args:
-        state: The run.
-        replica: By index.
-        entry: The version.
-    """
+    """Return whether a replica is proven to hold a version: by its answer to the sync, or its newest status."""
     adapter, member = entry.adapter, state.members.get(f"{replica}.0")
     wanted = state.desired.get(replica, state.default_desired).adapters.get(adapter.name)
     if member is None or wanted is None or adapter not in wanted.versions:

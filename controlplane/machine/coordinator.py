@@ -57,12 +57,7 @@ __all__ = ["LOGIC", "CoordinatorState", "decide", "next_deadline"]
 def decide(
     state: CoordinatorState, event: events.CoordinatorEvent
 ) -> tuple[CoordinatorState, tuple[events.CoordinatorEffect, ...]]:
-    """Return the next state, and the effects to perform, in order.
-
-    Args:
-        state: Before the event.
-        event: What the bus has seen.
-    """
+    """Return the next state, and the effects to perform, in order."""
     effects: Effects = []
     state = REACTIONS[type(event)](state, event, effects)
     if type(event) in _MAY_END_COMMANDS:

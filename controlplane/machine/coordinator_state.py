@@ -29,13 +29,11 @@ class Member(Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         peer: Its newest connection, as `name/incarnation/connection`.
-        state: joining, live, gone or left.
         fresh: This incarnation has not joined yet. A reconnect of a living process is not fresh.
         joined: Some incarnation has joined at this place. Where none ever did, the place is forgotten with its agent.
         settled: Some incarnation has reported that its engine is up with the weights that it should have.
         away_us: Since when it is not live, on the clock of this life of the bus.
         seq: Last command that it applied, by its own report.
-        status: What it last reported.
         status_us: When it did, on the clock of this life of the bus. A heartbeat that repeats the last one is no event.
         command_acked: Result of the last pause, resume, sleep, wake or end of a sync that ended after `status`.
         sync_acked: Result of the last commit or abort of a sync that ended after `status`.
@@ -62,7 +60,6 @@ class OpenCommand(Struct, frozen=True, kw_only=True):
     """A command in flight.
 
     Attributes:
-        retransmit_us: When to send it again.
         resent_through: The last agent that it was sent to again in this round; empty at the end of a round.
         expected: Agents that owe an answer: those that were live when it was issued.
         outcomes: Of the agents that have answered or are missing, in that order.
@@ -104,7 +101,6 @@ class LoadedWeights(Struct, frozen=True):
     """Base weights that engines may have loaded.
 
     Attributes:
-        weights: They.
         committed: A sync committed them.
         holders: Replicas that were ever proven to hold them, in order.
     """
@@ -118,7 +114,6 @@ class UsedAdapter(Struct, frozen=True):
     """A version of an adapter that engines may have loaded.
 
     Attributes:
-        adapter: The version.
         holders: Replicas that were ever proven to hold it, in order.
         loaded_seq: Position of the newest command to load it.
         committed: A sync committed it, or is committing it.
@@ -152,16 +147,13 @@ class Sync(Struct, frozen=True, kw_only=True):
     Attributes:
         version: Of the new weights: the one that was requested, or the next of the run.
         seq: Of the phase that is open.
-        members: Replicas that take part.
         lost: Replicas that failed.
         restarted: Replicas whose agent joined as a new incarnation since the sync began.
         joining: Replicas that are new, beside others: they joined since the sync began, or had not settled by then.
         differing: Replicas that loaded other bytes than the others. A restart of their agents does not change that.
         holding: Replicas for which these weights were committed before the sync began.
-        reports: Of the phases that have ended.
         sent: The trainer has sent the weights that are being loaded.
         stuck: Replicas that have not received them: their engines may wait for a long time, and are not waited for.
-        failure: Why it is aborted, if it is.
         held_until_us: The commit waits until then for the trainer's sender to return; None if it does not wait.
         shrunk: Replicas have begun to leave the fleet meanwhile: the quorum is all that are left at most.
     """
@@ -212,7 +204,6 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
     """Everything the bus knows.
 
     Attributes:
-        open: Commands in flight, oldest first.
         history: The newest commands, each with the moment (µs) at which its time to live ends.
         desired: Of each replica (by index) and training rank (by name) that was ever seen.
         default_desired: Of replicas that have not been seen yet.
@@ -226,9 +217,7 @@ class CoordinatorState(Struct, frozen=True, kw_only=True):
             when (µs).
         retired: Agents that were taken out of the run, each with its last incarnation, which does not come back.
         trainer_session: Step of the profiling session that the trainer opened, until a stop of that step.
-        adapters: LoRA adapters, by name.
         discarded_seq: Position of the newest sleep that discards, or wake from one: adapters are loaded again after it.
-        samples: What the trainer has judged.
     """
 
     run: str = ""

@@ -42,17 +42,22 @@ class CoordinatorSettings(Struct, frozen=True, kw_only=True):
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
-class Opened(Struct, frozen=True, kw_only=True, tag="opened"):
+class _Moment(Struct, frozen=True, kw_only=True):
+    """What every event has: when it happened. The bus sets it, to the moment of the turn that decides the event."""
+
+    at_us: int = 0
+    at_ns: int = 0
+
+
+class Opened(_Moment, frozen=True, kw_only=True, tag="opened"):
     """A bus opens this log. The log's earlier events have been folded already."""
 
-    at_us: int
-    at_ns: int
     run: Name
     settings: CoordinatorSettings
     logic: Positive
 
 
-class Issued(Struct, frozen=True, kw_only=True, tag="issued"):
+class Issued(_Moment, frozen=True, kw_only=True, tag="issued"):
     """The trainer or an operator wants a command published.
 
     Attributes:
@@ -60,8 +65,6 @@ class Issued(Struct, frozen=True, kw_only=True, tag="issued"):
         force: A start of a profiling session may take over the trainer's.
     """
 
-    at_us: int
-    at_ns: int
     ticket: Positive
     command: Command
     target: Target
@@ -70,7 +73,7 @@ class Issued(Struct, frozen=True, kw_only=True, tag="issued"):
     force: bool = False
 
 
-class SyncRequested(Struct, frozen=True, kw_only=True, tag="sync_requested"):
+class SyncRequested(_Moment, frozen=True, kw_only=True, tag="sync_requested"):
     """The trainer or an operator wants the fleet on new weights.
 
     Attributes:
@@ -83,15 +86,13 @@ class SyncRequested(Struct, frozen=True, kw_only=True, tag="sync_requested"):
         adapter: The LoRA adapter that it is a version of; None for base weights.
     """
 
-    at_us: int
-    at_ns: int
-    ticket: Positive
+    ticket: Count = 0
     version: Positive | None
     source: Source
     manifest: Manifest | None
-    in_flight: InFlight
-    quorum: Positive | None
-    target: Target
+    in_flight: InFlight = "abort"
+    quorum: Positive | None = None
+    target: Target = Target()
     timeout_ms: Milliseconds
     on_unreachable: OnUnreachable = "skip"
     operator: bool = False
@@ -99,68 +100,37 @@ class SyncRequested(Struct, frozen=True, kw_only=True, tag="sync_requested"):
     adapter: AdapterRequest | None = None
 
 
-class RetireRequested(Struct, frozen=True, kw_only=True, tag="retire_requested"):
-    """The trainer or an operator takes places out of the run for good.
+class RetireRequested(_Moment, frozen=True, kw_only=True, tag="retire_requested"):
+    """The trainer or an operator takes places out of the run for good: replicas by index, or agents by name."""
 
-    Attributes:
-        places: Each a replica, by index, or one agent, by name.
-    """
-
-    at_us: int
-    at_ns: int
     ticket: Positive
     places: tuple[Name, ...]
 
 
-class LeaveRequested(Struct, frozen=True, kw_only=True, tag="leave_requested"):
-    """An agent wants its replica to leave the fleet, and to be retired.
+class LeaveRequested(_Moment, frozen=True, kw_only=True, tag="leave_requested"):
+    """An agent wants its replica to leave the fleet, and to be retired."""
 
-    Attributes:
-        grace_ms: As in `Drain`.
-    """
-
-    at_us: int
-    at_ns: int
     peer: Peer
     grace_ms: Grace
 
 
-class PlaceRequested(Struct, frozen=True, kw_only=True, tag="place_requested"):
-    """An agent that has not said hello asks which replica to be.
+class PlaceRequested(_Moment, frozen=True, kw_only=True, tag="place_requested"):
+    """An agent that has not said hello asks which replica to be."""
 
-    Attributes:
-        token: As in `PlaceRequest`.
-    """
-
-    at_us: int
-    at_ns: int
     peer: Peer
     token: Token
 
 
-class SendFailed(Struct, frozen=True, kw_only=True, tag="send_failed"):
-    """The trainer could not send the weights that the load phase of a sync waits for.
+class SendFailed(_Moment, frozen=True, kw_only=True, tag="send_failed"):
+    """The trainer could not send the weights that the load phase of the sync with this ticket waits for."""
 
-    Attributes:
-        ticket: Of the sync.
-        reason: What the sender raised.
-    """
-
-    at_us: int
-    at_ns: int
     ticket: Positive
     reason: Text
 
 
-class SendReturned(Struct, frozen=True, kw_only=True, tag="send_returned"):
-    """The trainer says that it has sent the weights that the load phase of a sync waits for.
+class SendReturned(_Moment, frozen=True, kw_only=True, tag="send_returned"):
+    """The trainer has sent the weights that the load phase of the sync with this ticket waits for."""
 
-    Attributes:
-        ticket: Of the sync.
-    """
-
-    at_us: int
-    at_ns: int
     ticket: Positive
 
 
@@ -186,7 +156,7 @@ class SampleCount(Struct, frozen=True, kw_only=True):
     tokens: Count
 
 
-class SamplesCounted(Struct, frozen=True, kw_only=True, tag="samples_counted"):
+class SamplesCounted(_Moment, frozen=True, kw_only=True, tag="samples_counted"):
     """What the trainer has judged since the last record of this kind.
 
     Attributes:
@@ -194,40 +164,32 @@ class SamplesCounted(Struct, frozen=True, kw_only=True, tag="samples_counted"):
         step: The training step; 0 before the first.
     """
 
-    at_us: int
-    at_ns: int
     ticket: Count = 0
     step: Count
     counts: tuple[SampleCount, ...]
 
 
-class HelloReceived(Struct, frozen=True, kw_only=True, tag="hello"):
+class HelloReceived(_Moment, frozen=True, kw_only=True, tag="hello"):
     """An agent introduced itself.
 
     Attributes:
         recorded_decisions: How many of its journal's decisions the log has.
     """
 
-    at_us: int
-    at_ns: int = 0
     peer: Peer
     hello: Hello
     recorded_decisions: Count
 
 
-class JoinReceived(Struct, frozen=True, kw_only=True, tag="join"):
+class JoinReceived(_Moment, frozen=True, kw_only=True, tag="join"):
     """An agent hears the publish socket and asks for the desired state."""
 
-    at_us: int
-    at_ns: int = 0
     peer: Peer
 
 
-class StatusReceived(Struct, frozen=True, kw_only=True, tag="status"):
+class StatusReceived(_Moment, frozen=True, kw_only=True, tag="status"):
     """A heartbeat that differs from the one before."""
 
-    at_us: int
-    at_ns: int = 0
     peer: Peer
     seq: Count
     status: AgentStatus
@@ -243,45 +205,33 @@ class PeerAnswer(Struct, frozen=True, kw_only=True, gc=False):
     rule: Count
 
 
-class AnswersReceived(Struct, frozen=True, kw_only=True, tag="answers"):
+class AnswersReceived(_Moment, frozen=True, kw_only=True, tag="answers"):
     """All outcomes that were on the socket in one turn."""
 
-    at_us: int
-    at_ns: int = 0
     answers: tuple[PeerAnswer, ...]
 
 
-class ResendRequested(Struct, frozen=True, kw_only=True, tag="resend_requested"):
+class ResendRequested(_Moment, frozen=True, kw_only=True, tag="resend_requested"):
     """An agent misses the records from `first` on, and takes at most `credit` of them."""
 
-    at_us: int
-    at_ns: int = 0
     peer: Peer
     first: Positive
     credit: Positive
 
 
-class PeerLost(Struct, frozen=True, kw_only=True, tag="lost"):
+class PeerLost(_Moment, frozen=True, kw_only=True, tag="lost"):
     """An agent was silent too long, can't be reached, said goodbye, or has a key that is not accepted any more."""
 
-    at_us: int
-    at_ns: int = 0
     peer: Peer
     reason: Literal["silent", "unreachable", "left", "refused"]
 
 
-class TimerFired(Struct, frozen=True, kw_only=True, tag="timer"):
+class TimerFired(_Moment, frozen=True, kw_only=True, tag="timer"):
     """A moment that `coordinator.next_deadline` named has passed."""
 
-    at_us: int
-    at_ns: int = 0
 
-
-class Closed(Struct, frozen=True, kw_only=True, tag="closed"):
+class Closed(_Moment, frozen=True, kw_only=True, tag="closed"):
     """The bus closes in good order. Commands that are still open will not be answered."""
-
-    at_us: int
-    at_ns: int
 
 
 PeerEvent = HelloReceived | JoinReceived | StatusReceived | ResendRequested | LeaveRequested | PeerLost | PlaceRequested
@@ -300,11 +250,7 @@ class Publish(Struct, frozen=True, kw_only=True, tag="publish"):
 
 
 class Send(Struct, frozen=True, kw_only=True, tag="send"):
-    """Send a control message to one agent.
-
-    Attributes:
-        seq: For the message's header.
-    """
+    """Send a control message to one agent."""
 
     peer: Peer
     epoch: Positive
@@ -330,11 +276,7 @@ class Conclude(Struct, frozen=True, kw_only=True, tag="conclude"):
 
 
 class Refuse(Struct, frozen=True, kw_only=True, tag="refuse"):
-    """The command was not published, the sync was ended, or nothing was retired.
-
-    Attributes:
-        kind: Which error the caller gets.
-    """
+    """The command was not published, the sync was ended, or nothing was retired."""
 
     ticket: Positive
     kind: Literal["command", "sync_in_progress", "closed", "retire"]

@@ -18,11 +18,6 @@ class FleetView:
         self._proven = proven_replicas(state)
 
     @property
-    def agents_max(self) -> int:
-        """How many agents the run has places for."""
-        return self.state.settings.agents_max
-
-    @property
     def has_committed(self) -> bool:
         """Whether a weight sync of this run was ever committed for the whole fleet."""
         return self.state.default_desired.version > 0
@@ -59,16 +54,7 @@ class FleetView:
         return adapter_statuses(self.state)
 
     def provenance(self, answer: object, *, replica: int | None = None, model: str = "") -> list[Provenance]:
-        """Return which weights made each sequence of an engine's answer, and whether that is proven.
-
-        Args:
-            answer: As the engine gave it, see `ControlPlane.provenance`.
-            replica: That made it; None if that is not known.
-            model: The engine's name of the adapter's version, if the answer does not have it.
-
-        Raises:
-            ConfigError: The answer does not name its weights, or how many tokens it has.
-        """
+        """Return what made each sequence of an engine's answer, as `ControlPlane.provenance` does."""
         model = model or model_of(answer)
         adapters = (used.adapter.model for known in self.state.adapters.values() for used in known.used)
         labelled = labelled_tokens(answer, model if model in adapters else "")

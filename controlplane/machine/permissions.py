@@ -31,8 +31,6 @@ class Grant(Struct, frozen=True, kw_only=True):
     """What one key may do.
 
     Attributes:
-        name: Of the key.
-        role: Its role.
         places: Of an agent's key: the agents it may be. `0.1` is one node, `0` every node of replica 0, `actor` every
             rank of that role. Empty for any.
     """

@@ -22,13 +22,7 @@ from schemas.reports import SampleStatus
 
 
 class LabelledTokens(NamedTuple):
-    """Tokens of one sequence that were made under one label.
-
-    Attributes:
-        label: The engine's label of its weights, or the engine's name of an adapter's version.
-        begin: The first of them, counted from the first token of the output.
-        end: One past the last of them.
-    """
+    """Tokens of one sequence, from `begin` to before `end`, under one label of the engine, or one adapter's version."""
 
     label: str
     begin: int
@@ -107,14 +101,7 @@ class Verdict(NamedTuple):
 def accepts(
     provenance: Provenance, *, max_staleness: int | None = None, mixed: bool = True, unproven: bool = False
 ) -> Verdict:
-    """Return whether a sequence may be trained on, by the versions that made it.
-
-    Args:
-        provenance: Of the sequence.
-        max_staleness: How many versions behind the newest committed one its oldest token may be; None for any number.
-        mixed: Take sequences that more than one version made.
-        unproven: Take tokens of weights that their replica was not proven to hold. Those of an aborted sync never are.
-    """
+    """Return whether a sequence may be trained on, as `ControlPlane.accepts` does."""
     said = ", ".join(f"{span.begin}-{span.end} {span.label!r} ({span.proof})" for span in provenance.spans[:8])
     if provenance.proof == "aborted" or (not unproven and provenance.proof not in PROVEN):
         return Verdict(f"it has tokens of weights that were not proven: {said}")
@@ -129,13 +116,7 @@ def accepts(
 
 
 def provenance(state: CoordinatorState, labelled: Iterable[LabelledTokens], replica: int | None) -> Provenance:
-    """Return which weights made a sequence.
-
-    Args:
-        state: The run.
-        labelled: What the engine said of its tokens.
-        replica: That made it; None if that is not known.
-    """
+    """Return which weights made a sequence."""
     spans, names = list[TokenSpan](), set[str]()
     for label, begin, end in labelled:
         adapter, version, newest, proof = _known(state, label, replica)
@@ -184,12 +165,7 @@ def mean_staleness(event: SamplesCounted) -> float | None:
 
 
 def with_counted(samples: SampleStatus | None, event: SamplesCounted) -> SampleStatus:
-    """Return what the trainer has judged in all.
-
-    Args:
-        samples: Before; None if it has judged nothing yet.
-        event: What it has judged since.
-    """
+    """Return what the trainer has judged in all."""
     before = samples or SampleStatus()
     accepted = sum(count.sequences for count in event.counts if count.accepted)
     refused = sum(count.sequences for count in event.counts if not count.accepted)
@@ -200,12 +176,7 @@ def with_counted(samples: SampleStatus | None, event: SamplesCounted) -> SampleS
 
 
 def with_holders(state: CoordinatorState, agents: Iterable[str]) -> CoordinatorState:
-    """Return the run that remembers what the replicas of these agents are proven to hold now.
-
-    Args:
-        state: After their answers, or their newest status.
-        agents: Names of members.
-    """
+    """Return the run that remembers what the replicas of these agents are proven to hold now."""
     members = {
         member.hello.identity.replica: member
         for name in agents

@@ -51,16 +51,6 @@ def publish(
     """Give the command the next seq, fold it into the desired state, and open it for every live agent.
 
     Agents get a little less time than the trainer waits, so that "no time left" arrives as an answer.
-
-    Args:
-        state: Before the command.
-        command: What to publish.
-        target: Which replicas it is for.
-        timeout_ms: Until it ends for agents that have not answered.
-        event: What led to it; it was issued at that moment.
-        effects: Gets the effect that publishes it.
-        ticket: Of its caller, if one waits for its report.
-        operator: It is an operator's.
     """
     seq = state.seq + 1
     ttl_ms = timeout_ms - min(1000, timeout_ms // 10)

@@ -101,10 +101,7 @@ def note_outcomes(state: CoordinatorState, command: Command, outcomes: Iterable[
         return state
     aborts = isinstance(command, WeightSync) and command.phase == "abort"
     changed: dict[str, Member] = {}
-    for outcome in outcomes:
-        member = state.members.get(outcome.agent)
-        if member is None or member.state != "live" or not is_primary(member) or _says_nothing(outcome.conclusion):
-            continue
+    for outcome, member in _telling(state, outcomes):
         acked, sync_acked = _carried_out(outcome.conclusion), member.sync_acked
         if isinstance(command, WeightSync):
             sync_acked = acked and not _is_out_after(command, member, _desired(state, member))
@@ -143,10 +140,7 @@ def _note_adapter(state: CoordinatorState, command: AdapterSync, outcomes: Itera
     known = state.adapters.get(command.adapter.name)
     used = known.used if known is not None else ()
     loaded_seq = max((entry.loaded_seq for entry in used if entry.adapter == command.adapter), default=0)
-    for outcome in outcomes if loaded_seq > state.discarded_seq else ():
-        member = state.members.get(outcome.agent)
-        if member is None or member.state != "live" or not is_primary(member) or _says_nothing(outcome.conclusion):
-            continue
+    for outcome, member in _telling(state, outcomes) if loaded_seq > state.discarded_seq else ():
         acked = {**member.adapters_acked, command.adapter.model: _carried_out(outcome.conclusion)}
         changed[outcome.agent] = replace(member, adapters_acked=acked)
     return replace(state, members={**state.members, **changed}) if changed else state
@@ -159,8 +153,13 @@ def _lets_serve(command: Command) -> bool:
     return isinstance(command, EngineCommand) and command.operation not in ("flush", "abort")
 
 
-def _says_nothing(conclusion: Conclusion) -> bool:
-    return conclusion in _SAYS_NOTHING or (isinstance(conclusion, Missing) and conclusion.reason == "absent")
+def _telling(state: CoordinatorState, outcomes: Iterable[AgentOutcome]) -> Iterator[tuple[AgentOutcome, Member]]:
+    """Those of live primaries that say something about their replicas."""
+    for outcome in outcomes:
+        member, conclusion = state.members.get(outcome.agent), outcome.conclusion
+        silent = conclusion in _SAYS_NOTHING or (isinstance(conclusion, Missing) and conclusion.reason == "absent")
+        if member is not None and member.state == "live" and is_primary(member) and not silent:
+            yield outcome, member
 
 
 def _carried_out(conclusion: Conclusion) -> bool:

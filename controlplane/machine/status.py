@@ -12,7 +12,6 @@ from controlplane.machine.stops import stopped_replicas
 from schemas.agent_status import RequestCounts
 from schemas.desired import Desired
 from schemas.formatting import describe, format_agents
-from schemas.identity import identity_of
 from schemas.reports import AgentLine, FleetStatus
 
 OPEN_MAX: Final = 64
@@ -30,17 +29,7 @@ def fleet_status(
     request_counts: Mapping[str, RequestCounts] = MappingProxyType({}),
     wall_ns: int | None = None,
 ) -> FleetStatus:
-    """Return the fleet at one moment.
-
-    Args:
-        state: What the coordinator knows.
-        now_us: Monotonic clock of the bus.
-        log: Path of the run's log.
-        last_heard_us: When each peer last sent a message, on the same clock. The bus's inbox keeps it.
-        latencies_us: From publishing a command to the arrival of its newest answer, by agent.
-        request_counts: Of the engines' requests, by peer.
-        wall_ns: Wall clock of the bus; None to leave out how long engine calls have taken.
-    """
+    """Return the fleet at one moment."""
     (serving, unproven), waits_for = proven_replicas(state), _waits_for(state)
     lines: list[tuple[tuple[object, ...], AgentLine]] = []
     for name, member in state.members.items():
@@ -61,7 +50,7 @@ def fleet_status(
             requests=request_counts.get(member.peer) if member.state == "live" else None,
             newer=_newer(member, state.desired.get(replica, state.default_desired), serving.get(replica)),
         )
-        lines.append(((not _is_one_of(line, unproven), line.urgency), line))
+        lines.append(((member.hello.identity.unit not in unproven, line.urgency), line))
     lines.sort(key=itemgetter(0))
     waiting = _waiting(state)
     return FleetStatus(
@@ -110,10 +99,6 @@ def _newer(member: Member, desired: Desired, serving: int | None) -> str:
     if desired.asleep or desired.generation == "paused":
         return f"told to {'sleep' if desired.asleep else 'pause'}"
     return "did not carry out its last command" if member.command_acked is False else ""
-
-
-def _is_one_of(line: AgentLine, replicas: frozenset[int]) -> bool:
-    return bool(replicas) and identity_of(line.agent).unit in replicas
 
 
 def _waiting(state: CoordinatorState) -> list[tuple[str, int | None]]:

@@ -54,9 +54,9 @@ class UploadBody(Struct, frozen=True, array_like=True):
     effects: list[Raw]
 
 
-_tag_decoder = Decoder(_Tagged)
+tag_decoder = Decoder(_Tagged)
 _upload_decoder = Decoder(UploadBody)
-_state_body_decoder = Decoder(StateBody)
+state_body_decoder = Decoder(StateBody)
 
 
 def decision_body(event: CoordinatorEvent, effects: tuple[CoordinatorEffect, ...]) -> bytes:
@@ -80,7 +80,7 @@ def read_entries(record: Record, path: Path) -> list[LogEntry]:
             return [_entry(record, record.kind, decision_decoder.decode(encoded))]
         body = _upload_decoder.decode(encoded)
         return [
-            _entry(record, _tag_decoder.decode(event).type, Decision(event, effects), body.journal, number)
+            _entry(record, tag_decoder.decode(event).type, Decision(event, effects), body.journal, number)
             for number, (event, effects) in enumerate(zip(body.events, body.effects, strict=True), body.first)
         ]
     except (*DECODE_ERRORS, zlib.error, ValueError) as error:
@@ -105,16 +105,6 @@ def _entry(record: Record, kind: str, decision: Decision, journal: str = "", num
         event=bytes(decision.event),
         effects=bytes(decision.effects),
     )
-
-
-def check_kind(event: Raw) -> None:
-    """Raise one of DECODE_ERRORS if an encoded event has no kind."""
-    _tag_decoder.decode(event)
-
-
-def decode_state_body(body: bytes) -> StateBody:
-    """Decode a `StateBody`. Raises MsgspecError or zlib.error."""
-    return _state_body_decoder.decode(inflated(body))
 
 
 def deflated(body: bytes) -> bytes:

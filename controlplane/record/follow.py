@@ -17,10 +17,7 @@ _CLOSED: Final = "closed"
 def follow(path: Path, start: int, wait: Callable[[], object]) -> Iterator[LogEntry]:
     """Yield the records from position `start` on, and those written later, until the bus has closed the log.
 
-    Args:
-        path: A run's log.
-        start: Position of the first record.
-        wait: Called whenever all records were read; returns when it is time to look again.
+    Whenever all were read, `wait` is called, and returns when it is time to look again.
 
     Raises:
         LogError: The file can't be read, is no log of a run, or was replaced by another file. What it still had was

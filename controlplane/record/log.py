@@ -30,13 +30,13 @@ from controlplane.machine.events import AnswersReceived, CoordinatorEffect, Coor
 from controlplane.record.bodies import (
     STATE,
     StateBody,
-    check_kind,
     decision_body,
-    decode_state_body,
     deflated,
     inflated,
     newest_decision,
     read_entries,
+    state_body_decoder,
+    tag_decoder,
     upload_body,
 )
 from controlplane.record.entries import AgentMark, LogEntry, LogItem, LogMark, coordinator_event_decoder
@@ -112,15 +112,8 @@ class RunLog:
     ) -> Self:
         """Create the log of a new run, or continue one.
 
-        Args:
-            path: Of the file.
-            run: `resume`: there must be a log, and it is continued. `auto`, or None: it is continued if there is one,
-                else a run begins. `new`: the log of an earlier run is kept beside the new one, with its run's id in its
-                name. Anything else is the id of a new run, or of the one that the log must be of.
-            durability: `disk` flushes each group to the disk, `os` leaves that to the system.
-            bytes_max: Drop the oldest records when the file is larger; None to keep them.
-            age_max_s: Drop records that are older; None to keep them.
-            copy: Folder of a live copy of the log. A log that lacks some of it is put aside, and written from it.
+        `run` is that of `ControlPlane`, the others are those of `BusConfig`. A log that lacks some of its live copy is
+        put aside, and written from that.
 
         Raises:
             ConfigError: It is the log of another run, or there is none to resume.
@@ -275,7 +268,7 @@ class RunLog:
         new = batch.decisions[max(0, known + 1 - batch.first) :]
         try:
             for decision in new:
-                check_kind(decision.event)
+                tag_decoder.decode(decision.event)
         except DECODE_ERRORS as error:
             raise WireError(f"a decision without a kind: {type(error).__name__}") from None
         if new:
@@ -417,7 +410,7 @@ def _find_cut(file: RecordFile, bytes_max: int | None, age_max_s: int | None, no
 def _agent_mark(record: Record) -> Iterator[AgentMark]:
     """Nothing if it can't be read: nothing depends on it."""
     with suppress(MsgspecError, zlib.error):
-        body = decode_state_body(record.body)
+        body = state_body_decoder.decode(inflated(record.body))
         yield AgentMark(
             position=record.position, agent=record.agent, journal=body.journal, number=body.number, state=body.state
         )

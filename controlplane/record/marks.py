@@ -14,11 +14,7 @@ from schemas.identity import Count, Positive
 
 
 class CoordinatorMark(Struct, frozen=True, kw_only=True):
-    """The body of a mark.
-
-    Attributes:
-        recorded: By agent and journal, the number of the newest decision that the log has.
-    """
+    """The body of a mark; `recorded` has the newest decision that the log has, by agent and journal."""
 
     logic: Positive
     state: Raw

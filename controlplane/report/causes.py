@@ -18,7 +18,6 @@ from schemas.reports import Report
 
 LOST_TOGETHER_NS: Final = 5_000_000_000
 """Longest time between the losses of two agents that are taken for one."""
-MAX_CAUSES: Final = 400
 MAX_TEXT: Final = 1_200
 """Characters of a message."""
 _OF_THE_AGENT: Final = ("deadline", "absent", "gone", "restarted", "engine_down")
@@ -35,15 +34,13 @@ class _Key(NamedTuple):
 
 
 class Causes:
-    """Follows losses and reports. `dropped` counts causes that were not kept."""
+    """Follows losses and reports."""
 
     def __init__(self, fleet: FleetHistory) -> None:
-        self.dropped = 0
         self._fleet = fleet
         self._lost: list[Cause] = []
         self._away: dict[str, Cause] = {}  # by agent that is lost
         self._others: dict[_Key, Cause] = {}
-        self._silent: dict[str, tuple[int, Cause]] = {}  # by agent: last heard, and what it did not answer since
 
     def lost(self, agent: AgentHistory, reason: str) -> None:
         """An agent is out of the fleet, and did not say goodbye."""
@@ -56,18 +53,13 @@ class Causes:
             or now_ns - cause.until_ns > LOST_TOGETHER_NS
         ):
             cause = Cause(kind="lost", reason=reason, at_ns=now_ns)
-            if len(self._lost) < MAX_CAUSES:
-                self._lost.append(cause)
-            else:
-                self.dropped += 1
+            self._lost.append(cause)
         cause.until_ns = now_ns
         cause.members.add(name)
         cause.hosts.add(agent.member.hello.host)
-        heard_ns, unanswered = self._silent.pop(name, (agent.heard_ns, None))
-        if unanswered is not None and heard_ns == agent.heard_ns:
+        unanswered = self._others.pop(_unanswered(name, agent.heard_ns), None)
+        if unanswered is not None:
             cause.absorb(unanswered)
-        elif unanswered is not None:
-            self._settle(unanswered)
         self._away[name] = cause
 
     def returned(self, name: str) -> None:
@@ -82,26 +74,18 @@ class Causes:
         for outcome in report.outcomes:
             if is_trouble(outcome.conclusion):
                 cause = self._cause(outcome.agent, outcome.conclusion, summary)
-                if cause is not None:
-                    cause.add(outcome.agent, summary, kind, self._fleet.now_ns)
+                cause.add(outcome.agent, summary, kind, self._fleet.now_ns)
 
     def finish(self) -> list[Cause]:
         """Return the causes, in the order in which they began."""
-        for _, unanswered in self._silent.values():
-            self._settle(unanswered)
-        together: dict[object, Cause] = {}
-        for key, cause in self._others.items():
-            same = (key.reason, cause.seq, cause.last_seq, cause.outcomes) if key.whose else key
-            if same in together:
-                together[same].absorb(cause)
-            else:
-                together[same] = cause
-        causes = sorted((*self._lost, *together.values()), key=lambda cause: cause.at_ns)
-        self.dropped += len(causes[MAX_CAUSES:])
-        return causes[:MAX_CAUSES]
+        of_all = [cause for key, cause in self._others.items() if not key.whose]
+        of_one = _merged(((key.reason, key.whose), cause) for key, cause in self._others.items() if key.whose)
+        alike = ((cause.reason, cause.seq, cause.last_seq, cause.outcomes) for cause in of_one)
+        together = _merged(zip(alike, of_one, strict=True))
+        return sorted((*self._lost, *of_all, *together), key=lambda cause: cause.at_ns)
 
-    def _cause(self, agent: str, conclusion: Conclusion, summary: CommandSummary) -> Cause | None:
-        """The cause of an outcome. None if there are too many."""
+    def _cause(self, agent: str, conclusion: Conclusion, summary: CommandSummary) -> Cause:
+        """The cause of an outcome."""
         kind, reason = kind_and_reason(conclusion)
         if isinstance(conclusion, Failed):
             return self._other(_Key(kind, reason, without_numbers(conclusion.message)), summary, conclusion.message)
@@ -111,35 +95,33 @@ class Causes:
             return self._away[agent]
         if reason != "deadline":
             return self._other(_Key(kind, reason, whose=agent), summary)
-        heard_ns, (before_ns, unanswered) = self._fleet.heard_ns(agent), self._silent.get(agent, (0, None))
-        if unanswered is None or before_ns != heard_ns:
-            if unanswered is not None:
-                self._settle(unanswered)
-            unanswered = _began(_Key(kind, reason, whose=agent), summary)
-            self._silent[agent] = heard_ns, unanswered
-        return unanswered
+        return self._other(_unanswered(agent, self._fleet.heard_ns(agent)), summary)
 
-    def _other(self, key: _Key, summary: CommandSummary, message: str = "") -> Cause | None:
-        cause = self._others.get(key)
-        if cause is None and not key.whose and len(self._others) >= MAX_CAUSES:
-            self.dropped += 1
-        elif cause is None:
-            cause = self._others[key] = _began(key, summary, message)
-        return cause
-
-    def _settle(self, unanswered: Cause) -> None:
-        """An agent was heard again: what it did not answer before was not because it died."""
-        (agent,) = unanswered.members
-        key = _Key(unanswered.kind, unanswered.reason, whose=agent)
-        if key in self._others:
-            self._others[key].absorb(unanswered)
-        else:
-            self._others[key] = unanswered
+    def _other(self, key: _Key, summary: CommandSummary, message: str = "") -> Cause:
+        if key not in self._others:
+            self._others[key] = _began(key, summary, message)
+        return self._others[key]
 
 
 def explain(causes: Iterable[Cause], replica: int, version: int) -> Cause | None:
     """Return the cause for which a replica did not follow a sync."""
     return next((cause for cause in causes if (replica, version) in cause.syncs), None)
+
+
+def _unanswered(agent: str, heard_ns: int) -> _Key:
+    """Of what an agent did not answer since it was last heard. If it is not heard again, that is because it died."""
+    return _Key("missing", "deadline", str(heard_ns), agent)
+
+
+def _merged(causes: Iterable[tuple[object, Cause]]) -> list[Cause]:
+    """Those with the same key as one."""
+    together: dict[object, Cause] = {}
+    for key, cause in causes:
+        if key in together:
+            together[key].absorb(cause)
+        else:
+            together[key] = cause
+    return list(together.values())
 
 
 def _began(key: _Key, summary: CommandSummary, message: str = "") -> Cause:

@@ -22,8 +22,6 @@ from schemas.identity import agent_of
 from schemas.outcomes import Conclusion, Failed, Missing
 from schemas.reports import AgentLine, SyncReport
 
-MAX_LOSSES = 20
-"""Losses that are listed per agent."""
 MAX_SPANS = 100
 """Problems that are drawn per replica."""
 
@@ -35,20 +33,17 @@ class AgentHistory(Struct, kw_only=True):
         member: As the coordinator last knew it.
         instance: Of its engine, when that was last seen up.
         launches: How often its engine was seen up as another instance than before.
-        losses: When (ns) and why it was lost; `losses_count` counts all.
+        losses: When (ns) and why it was lost.
     """
 
     agent: str
     member: Member
     line: AgentLine | None = None
     heard_ns: int = 0
-    since_ns: int | None = None
     lives: int = 0
     instance: str = ""
     launches: int = 0
-    fleet_ns: int = 0
     losses: list[tuple[int, str]] = []
-    losses_count: int = 0
     failed: int = 0
     missing: int = 0
 
@@ -66,12 +61,7 @@ class AgentHistory(Struct, kw_only=True):
     @property
     def healthy(self) -> bool:
         """Whether it never had a problem."""
-        return not (self.bad or self.losses_count or self.failed or self.missing or self.launches or self.lives > 1)
-
-    def count_time(self, live: bool, now_ns: int) -> None:
-        """Add the time in the fleet up to now, and go on counting if it is live."""
-        self.fleet_ns += now_ns - (now_ns if self.since_ns is None else self.since_ns)
-        self.since_ns = now_ns if live else None
+        return not (self.bad or self.losses or self.failed or self.missing or self.launches or self.lives > 1)
 
     @property
     def unready(self) -> bool:
@@ -185,7 +175,6 @@ class FleetHistory:
         lines = {line.agent: line for line in fleet_status(self.state, self._at_us, "", {}).agents}
         for name, agent in self._agents.items():
             agent.line = lines.get(name)
-            agent.count_time(agent.member.state == "live", self.now_ns)
         return [self._agents[name] for name in sorted(self._agents, key=agent_order)]
 
     @property
@@ -221,14 +210,11 @@ class FleetHistory:
             member = replace(known, state="gone" if gone else "left") if ended or known.joined else known
         agent.member, joins = member, isinstance(event, events.JoinReceived) and known.fresh and not member.fresh
         agent.lives += joins
-        agent.count_time(member.state == "live", self.now_ns)
         if is_primary(member):
             self._look_at_replica(member, joins)
         if not (ended and isinstance(event, events.PeerLost) and member.state == "gone"):
             return None
-        agent.losses_count += 1
-        if len(agent.losses) < MAX_LOSSES:
-            agent.losses.append((self.now_ns, event.reason))
+        agent.losses.append((self.now_ns, event.reason))
         return agent
 
     def _look_at_replica(self, member: Member, restarted: bool) -> None:
@@ -281,17 +267,6 @@ class FleetHistory:
 
 def _senders(event: events.CoordinatorEvent) -> tuple[str, ...]:
     """The agents that an event is about."""
-    match event:
-        case events.AnswersReceived(answers=answers):
-            return tuple(agent_of(answer.peer) for answer in answers)
-        case (
-            events.HelloReceived(peer=peer)
-            | events.JoinReceived(peer=peer)
-            | events.ResendRequested(peer=peer)
-            | events.StatusReceived(peer=peer)
-            | events.LeaveRequested(peer=peer)
-            | events.PeerLost(peer=peer)
-        ):
-            return (agent_of(peer),)
-        case _:
-            return ()
+    if isinstance(event, events.AnswersReceived):
+        return tuple(agent_of(answer.peer) for answer in event.answers)
+    return (agent_of(event.peer),) if isinstance(event, events.PeerEvent) else ()

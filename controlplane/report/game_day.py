@@ -16,8 +16,6 @@ from schemas.events import FaultInjected
 from schemas.identity import identity_of
 from schemas.reports import SyncReport
 
-MAX_FAULTS: Final = 1_000
-MAX_SYNCS: Final = 10_000
 SYNCS_NAMED: Final = 3
 """Syncs that are named for one fault."""
 CLOCKS_NS: Final = 20_000_000
@@ -28,16 +26,11 @@ class InjectedFault(Struct, kw_only=True):
     """One fault that happened.
 
     Attributes:
-        name: In its plan.
-        what: What went wrong.
-        agent: Where.
         at_ns: When; until the report is finished, when the bus recorded it.
         at_ms: When, on the agent's monotonic clock.
         out_ns: For how long its replica was out of service, gone or behind because of it.
         whole_ns: When its replica was back, and the last sync that had not reached it was followed by one that did;
             None if not by the end of the log.
-        syncs: The first syncs that did not reach it meanwhile.
-        syncs_count: The number of all of them.
     """
 
     name: str
@@ -57,24 +50,20 @@ class InjectedFault(Struct, kw_only=True):
 
 
 class GameDay:
-    """Follows faults and syncs; `left_out` counts faults that were not kept."""
+    """Follows faults and syncs."""
 
     def __init__(self) -> None:
-        self.left_out = 0
         self._faults: list[InjectedFault] = []
         self._syncs: list[tuple[int, SyncReport]] = []
 
     def injected(self, agent: str, event: FaultInjected, at_ns: int) -> None:
         """An agent has injected a fault, which the bus recorded at `at_ns`."""
-        if len(self._faults) >= MAX_FAULTS:
-            self.left_out += 1
-            return
         fault = InjectedFault(name=event.name, what=event.what, agent=agent, at_ns=at_ns, at_ms=event.at_ms)
         self._faults.append(fault)
 
     def concluded(self, report: SyncReport, now_ns: int) -> None:
         """A sync has ended."""
-        if self._faults and len(self._syncs) < MAX_SYNCS:
+        if self._faults:
             self._syncs.append((now_ns, report))
 
     def faults(

@@ -1,4 +1,4 @@
-"""The parts of a run's report, and their wording. Pure.
+"""A run's report, its parts, and their wording. Pure.
 
 Times are the bus's wall clock in ns. Durations are of its monotonic clock in µs.
 """
@@ -6,14 +6,17 @@ Times are the bus's wall clock in ns. Durations are of its monotonic clock in µ
 from array import array
 from collections import Counter
 from collections.abc import Iterable
+from typing import Literal
 
 from msgspec import Struct, field
 
-from controlplane.report.fleet_history import Quarantine
+from controlplane.analysis.findings import OBSERVED, ObservedReplica, Violation
+from controlplane.report.fleet_history import AgentHistory, Quarantine, ReplicaHistory
+from controlplane.report.game_day import InjectedFault
 from schemas.formatting import agent_order, format_agents, kind_and_reason
 from schemas.identity import identity_of
 from schemas.outcomes import Trace
-from schemas.reports import AgentOutcome
+from schemas.reports import AgentOutcome, Stopped
 
 MAX_STRAGGLERS = 20
 
@@ -170,7 +173,7 @@ class Refusal(Struct, kw_only=True):
     reason: str
     at_ns: int
     until_ns: int
-    count: int = 1
+    count: int = 0
 
 
 class Latencies:
@@ -199,6 +202,129 @@ class Straggler(Struct, kw_only=True):
     worst_us: int = 0
     worst_seq: int = 0
     missing: int = 0
+
+
+class RunReport(Struct, kw_only=True):
+    """What the page shows.
+
+    Attributes:
+        untraced: Commands after which a rank lacked its trace.
+        dropped: Commands of older steps, which are not kept.
+        unreadable: Records after the damage that could not be read either.
+        samples: By how many versions they were behind; None where that is not known.
+        staleness: Training step, and how many versions its tokens were behind on average, of the newest steps.
+        unexplained: Quarantines that belong to none of the causes.
+        aborted: Weight syncs that were aborted, those for the same reason together.
+        stopped: Replicas that a command kept from generating at the end of the log.
+        observed: Replicas of a run that another trainer drives, by index.
+        faults: What agents did wrong on purpose, on a game day.
+    """
+
+    run: str = ""
+    start_ns: int = 0
+    end_ns: int = 0
+    records: int = 0
+    epochs: int = 0
+    closed: bool = False
+    version: int = 0
+    commands: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    causes: list[Cause] = []
+    refused: list[Refusal] = []
+    aborted: list[Refusal] = []
+    stopped: tuple[Stopped, ...] = ()
+    violations: list[Violation] = []
+    untraced: int = 0
+    dropped: int = 0
+    unreadable: int = 0
+    damage: str = ""
+    samples: dict[int | None, SampleSummary] = {}
+    staleness: list[tuple[int, float]] = []
+    agents: list[AgentHistory] = []
+    quarantines: list[Quarantine] = []
+    unexplained: list[Quarantine] = []
+    unconcluded: list[CommandSummary] = []
+    steps: list[StepSummary] = []
+    latencies: dict[str, Latencies] = {}
+    calls: dict[str, Latencies] = {}
+    stragglers: list[Straggler] = []
+    replicas: dict[int, ReplicaHistory] = {}
+    observed: dict[int, ObservedReplica] = {}
+    faults: list[InjectedFault] = []
+
+    @property
+    def broken(self) -> list[Violation]:
+        """Invariants of every run that do not hold."""
+        return [violation for violation in self.violations if violation.invariant not in OBSERVED]
+
+    @property
+    def findings(self) -> list[Violation]:
+        """What went wrong in a run that was only observed."""
+        return [violation for violation in self.violations if violation.invariant in OBSERVED]
+
+    @property
+    def out_now(self) -> list[Quarantine]:
+        """Replicas that are out of service at the end of the log."""
+        return [quarantine for quarantine in self.quarantines if quarantine.until_ns is None]
+
+    @property
+    def gone_now(self) -> list[AgentHistory]:
+        """Agents that are lost at the end of the log."""
+        return [agent for agent in self.agents if agent.member.state == "gone"]
+
+    @property
+    def stopped_by_hand(self) -> list[Stopped]:
+        """Replicas that an operator had stopped and that were not resumed by the end of the log."""
+        return [stop for stop in self.stopped if stop.operator]
+
+    @property
+    def unready(self) -> list[AgentHistory]:
+        """Agents in the fleet at the end of the log whose engines are not as desired."""
+        return [agent for agent in self.agents if agent.unready]
+
+    @property
+    def unseen(self) -> list[AgentHistory]:
+        """Agents that are gone at the end of the log, and whose loss it does not have."""
+        seen = {agent for cause in self.causes for agent in cause.away}
+        return [agent for agent in self.gone_now if agent.agent not in seen]
+
+    @property
+    def lost(self) -> list[AgentHistory]:
+        """Agents that were ever lost."""
+        return [agent for agent in self.agents if agent.losses]
+
+    @property
+    def tone(self) -> Literal["bad", "warn", "ok"]:
+        """bad: something is wrong at the end, or can't be trusted. warn: something was wrong, or is not finished."""
+        if self.out_now or self.gone_now or self.violations or self.damage:
+            return "bad"
+        wrong = self.causes or self.quarantines or self.lost or self.refused or self.untraced or self.aborted
+        return "warn" if wrong or self.unconcluded or self.unready or self.stopped_by_hand else "ok"
+
+    @property
+    def verdict(self) -> str:
+        """The run in one line."""
+        unanswered = sum(cause.outcomes for cause in self.causes if cause.kind == "lost")
+        aborted, broken = sum(item.count for item in self.aborted), len(self.broken)
+        amounts = {
+            "failed": self.counts["failed"],
+            "missing": self.counts["missing"] - unanswered,
+            "out of service": len(self.out_now),
+            "temporarily quarantined": len(self.quarantines) - len(self.out_now),
+            "gone": len(self.gone_now),
+            "temporarily lost": sum(agent.member.state != "gone" for agent in self.lost),
+            "not answered by lost agents": unanswered,
+            "not ready": len(self.unready),
+            "not concluded": len(self.unconcluded),
+            "stopped by an operator": sum(len(stop.replicas) for stop in self.stopped_by_hand),
+            "weight sync aborted" if aborted == 1 else "weight syncs aborted": aborted,
+            "without a trace": self.untraced,
+            "refused by the bus": sum(refusal.count for refusal in self.refused),
+            "found in the observed run": len(self.findings),
+            "broken invariant" if broken == 1 else "broken invariants": broken,
+            "damaged": int(bool(self.damage)),
+        }
+        return ", ".join(f"{count:,} {text}" for text, count in amounts.items() if count) or "nothing failed"
 
 
 def group_by_reason(outcomes: Iterable[AgentOutcome]) -> tuple[OutcomeGroup, ...]:

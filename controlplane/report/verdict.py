@@ -1,7 +1,7 @@
 """The verdict on a game day, as text."""
 
 from controlplane.report.game_day import InjectedFault
-from controlplane.report.totals import RunReport
+from controlplane.report.model import RunReport
 from schemas.fault_plan import FaultPlan
 from schemas.formatting import format_duration
 from schemas.logs import time_with_zone
@@ -10,15 +10,12 @@ from schemas.logs import time_with_zone
 def verdict(plan: FaultPlan, report: RunReport) -> tuple[list[str], bool]:
     """Return what is to be said of a game day, and whether all promises held and the fleet was whole at the end."""
     lines = [_line(fault) for fault in report.faults]
-    happened, left_out = {fault.name for fault in report.faults}, report.left_out["faults"]
-    if left_out:  # which of them, is not known
-        lines.append(f"{left_out:,} more faults are not listed")
-    else:
-        lines += [
-            f"{fault.name}: never happened, as far as the log has it"
-            for fault in plan.fault
-            if fault.name not in happened and fault.what != "kill_trainer"
-        ]
+    happened = {fault.name for fault in report.faults}
+    lines += [
+        f"{fault.name}: never happened, as far as the log has it"
+        for fault in plan.fault
+        if fault.name not in happened and fault.what != "kill_trainer"
+    ]
     repaired = sorted(fault.repaired_ns for fault in report.faults if fault.repaired_ns is not None)
     out_ms = sum(fault.out_ns for fault in report.faults) // 1_000_000
     if repaired:
@@ -30,7 +27,7 @@ def verdict(plan: FaultPlan, report: RunReport) -> tuple[list[str], bool]:
     good = not report.broken and not report.damage and not report.out_now and not report.gone_now
     end = "all promises held" if not report.broken else f"{len(report.broken)} promises broke"
     whole = "" if good or report.broken else "; the fleet was not whole at the end: " + report.verdict
-    count = len(report.faults) + left_out
+    count = len(report.faults)
     lines.append(f"{count:,} fault{'' if count == 1 else 's'}: {end}{whole}")
     return lines, good
 

@@ -22,11 +22,7 @@ DRIFT_PPM: Final = 15
 
 
 class Offset(NamedTuple):
-    """What to add to an agent's clock to get the bus's.
-
-    Attributes:
-        error_ns: Bound of its error; None if unknown.
-    """
+    """What to add to an agent's clock to get the bus's, and a bound of its error; None if unknown."""
 
     offset_ns: int
     error_ns: int | None

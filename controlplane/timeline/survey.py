@@ -22,11 +22,7 @@ class BusRecord(NamedTuple):
 
 
 class AgentRecord(NamedTuple):
-    """What an agent saw and decided.
-
-    Attributes:
-        at_ns: When the bus received the record, on the bus's clock.
-    """
+    """What an agent saw and decided."""
 
     at_ns: int
     event: Event

@@ -94,10 +94,8 @@ class CompletionsClient:
     ) -> list[Rollout]:
         """Return one completion for each prompt, in their order; with an adapter, each of one version of it.
 
-        Args:
-            prompts: Token ids of each.
-            sampling: Other fields of the request, such as `max_tokens` and `temperature`.
-            adapter: Looks up the LoRA adapter to name, and which replicas hold it; None for the weights themselves.
+        Prompts are token ids, `sampling` has the other fields of the request, such as `max_tokens`. `adapter` looks up
+        the LoRA adapter to name, and which replicas hold it.
 
         Raises:
             ConfigError: A replica that serves has no URL, or an URL no vLLM, before anything was ever sampled. Or its
@@ -154,13 +152,7 @@ class CompletionsClient:
         return self._models[replica]
 
     def _able(self, adapter: NewestAdapter | None, avoided: set[int], until: float) -> tuple[list[int], dict[str, str]]:
-        """Return the replicas to ask, those that failed a moment ago only if there are no others; wait for one.
-
-        Args:
-            adapter: As for `generate`. The second value names it in a request.
-            avoided: Those that failed; changed here.
-            until: When to wait no longer.
-        """
+        """Return the replicas to ask, those that failed a moment ago only if there are no others; wait for one."""
         while True:
             able, model = self._holders(adapter)
             if better := [replica for replica in able if replica not in avoided]:
@@ -209,12 +201,7 @@ class CompletionsClient:
         return list(collected.items())
 
     def _given_up(self, owing: Iterable[int], out_since: dict[int, float]) -> dict[int, httpx.TransportError]:
-        """Return those that have served no more for a while in which others did. Their servers may be frozen.
-
-        Args:
-            owing: Replicas that have not answered.
-            out_since: Since when each of them does not; changed here.
-        """
+        """Return those that have served no more for a while in which others did. Their servers may be frozen."""
         now, serving = time.monotonic(), known(self._serving) or {}
         for replica in owing:
             out_since[replica] = min(out_since[replica], now) if serving and replica not in serving else math.inf

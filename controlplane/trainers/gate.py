@@ -45,14 +45,7 @@ class Gate(Struct, frozen=True, kw_only=True):
 
 
 class GatedRollouts:
-    """Samples prompts until each has a completion that the gate accepts.
-
-    Args:
-        plane: The open control plane.
-        urls: Where this process reaches each replica's engine, by its index; None for where the agents say.
-        gate: Which completions are accepted; None for all, of which none is counted.
-        timeout: Seconds for one request, and for waiting while no replica serves.
-    """
+    """Samples prompts until each has a completion that the gate accepts; without one all are, and none is counted."""
 
     def __init__(self, plane: ControlPlane, urls: Mapping[int, str] | None, gate: Gate | None, timeout: float) -> None:
         places = plane.endpoints if urls is None else urls
@@ -64,15 +57,8 @@ class GatedRollouts:
     ) -> list[Rollout]:
         """Return one accepted completion for each prompt, in their order.
 
-        Args:
-            prompts: Token ids of each.
-            sampling: Other fields of the request.
-            adapter: As for `CompletionsClient.generate`.
-            taken: The trainer takes them now, so they are counted. Else they are judged once more, by `verdict`.
-
-        Raises:
-            ConfigError, AgentsMissing: As for `CompletionsClient.generate`.
-            EngineError: Likewise, or the completions of a prompt were refused in each attempt.
+        Those that are `taken` now are counted, the others judged once more, by `verdict`. Raises as
+        `CompletionsClient.generate`, and EngineError if the completions of a prompt were refused in each attempt.
         """
         accepted, open_, reason = dict[int, Rollout](), list(range(len(prompts))), ""
         for _ in range(self.attempts):
@@ -119,12 +105,7 @@ class GatedQueue(queue.Queue[Any]):
         self._rollouts, self._batch, self._refused = rollouts, batch, 0
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Return the next sample that is accepted.
-
-        Raises:
-            queue.Empty: As for any queue.
-            EngineError: Too many in a row were refused.
-        """
+        """Return the next sample that is accepted. Raises EngineError if too many in a row were refused."""
         while True:
             sample, rollout = super().get(block, timeout)
             verdict = self._rollouts.verdict(rollout)

@@ -14,6 +14,7 @@ from controlplane.bus.bus import Bus
 from controlplane.bus.operator import submit
 from controlplane.cli.__main__ import cli
 from controlplane.machine.coordinator import CoordinatorState
+from controlplane.machine.events import SyncRequested
 from controlplane.machine.profiling import ranks_absent
 from controlplane.record.log import RunLog
 from schemas import wire
@@ -123,7 +124,7 @@ async def test_a_sync_whose_record_outgrows_a_message_is_refused_with_its_size(
     async with one_agent(tmp_path, context) as (bus, _):
         for source, target in ((wide, ALL), (Checkpoint("v1"), Target(replicas=frozenset(many)))):
             with pytest.raises(CommandError, match=r"takes [\d,]+ bytes, of at most 65,536; nothing was published"):
-                await bus.sync(1, source, None, in_flight="abort", quorum=None, target=target, timeout_ms=10_000)
+                await bus.sync(SyncRequested(version=1, source=source, manifest=None, target=target, timeout_ms=10_000))
         assert bus.state.seq == 1 and bus.state.sync is None
 
 

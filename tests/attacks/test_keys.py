@@ -15,6 +15,7 @@ from anyio.abc import SocketAttribute, SocketStream
 from controlplane.bus.binding import bound
 from controlplane.bus.key_folder import KeyFolder
 from controlplane.bus.operator import ask_status, submit
+from controlplane.machine.events import SyncRequested
 from schemas import wire
 from schemas.commands import Checkpoint, Target
 from schemas.errors import AddressInUse, CommandError, IdentityTaken, KeyRefused
@@ -385,7 +386,9 @@ async def test_a_new_key_waits_until_no_sync_is_open(
         peer = bus.state.members["0.0"].peer
         target = Target()
         ticket = bus.sync(
-            1, Checkpoint("v1"), None, in_flight="abort", quorum=None, target=target, timeout_ms=20_000, sends=True
+            SyncRequested(
+                version=1, source=Checkpoint("v1"), manifest=None, target=target, timeout_ms=20_000, sends=True
+            )
         )
         await bus.wait_until(lambda state: state.sync is not None and state.sync.held_until_us is not None)
         write_private(tmp_path / "node.key", read_peer_keys(folder.add("node-2", "agent", ("0",))), replace=True)

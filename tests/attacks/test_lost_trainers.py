@@ -26,8 +26,9 @@ import sys
 from pathlib import Path
 import anyio
 from controlplane.bus.bus import Bus
+from controlplane.machine.events import SyncRequested
 from controlplane.record.log import RunLog
-from schemas.commands import Checkpoint, Target
+from schemas.commands import Checkpoint
 from tests.attacks.test_lost_trainers import CONFIG
 async def main():
     async with Bus("tcp://127.0.0.1:0", RunLog.open(Path(sys.argv[1])), CONFIG) as bus:
@@ -35,8 +36,8 @@ async def main():
         agents, syncs = int(sys.argv[2]), int(sys.argv[3])
         await bus.wait_until(lambda state: sum(member.joined for member in state.members.values()) == agents)
         for version in range(1, syncs + 1):
-            ticket = bus.sync(version, Checkpoint(f"v{version}"), None, in_flight="abort", quorum=None, target=Target(),
-                              timeout_ms=60_000, sends=version == syncs)
+            ticket = bus.sync(SyncRequested(version=version, source=Checkpoint(f"v{version}"), manifest=None,
+                                            timeout_ms=60_000, sends=version == syncs))
             if version < syncs:
                 await ticket
         await bus.wait_until(lambda state: state.sync is not None and state.sync.held_until_us is not None)

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from controlplane import ControlPlane
 from controlplane.analysis.invariants import verify
 from controlplane.bus.bus import Bus
+from controlplane.machine.events import SyncRequested
 from controlplane.record.log import RunLog
 from schemas import wire
 from schemas.commands import Checkpoint
@@ -46,7 +47,9 @@ class LoadingEngine(Engine):
 
 async def sync(bus: Bus, version: int) -> SyncReport:
     source = Checkpoint(f"v{version}")
-    return await bus.sync(version, source, None, in_flight="abort", quorum=1, target=ALL, timeout_ms=10_000)
+    return await bus.sync(
+        SyncRequested(version=version, source=source, manifest=None, quorum=1, target=ALL, timeout_ms=10_000)
+    )
 
 
 @pytest.fixture

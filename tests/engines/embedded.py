@@ -21,6 +21,7 @@ import anyio
 import anyio.to_thread
 
 from controlplane.bus.bus import Bus
+from controlplane.machine.events import SyncRequested
 from controlplane.record.log import RunLog
 from schemas.commands import (
     Broadcast,
@@ -234,7 +235,7 @@ class Trainer:
                 )
                 tasks.start_soon(anyio.to_thread.run_sync, sender(source, 1, tensors), (0,))
             report = await self.bus.sync(
-                version, source, manifest, in_flight="abort", quorum=None, target=Target(), timeout_ms=60_000
+                SyncRequested(version=version, source=source, manifest=manifest, timeout_ms=60_000)
             )
             report.raise_for_failures()
 

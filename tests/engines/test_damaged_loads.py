@@ -12,7 +12,8 @@ import anyio
 import pytest
 
 from controlplane import ControlPlane
-from schemas.commands import Checkpoint, Target
+from controlplane.machine.events import SyncRequested
+from schemas.commands import Checkpoint
 from schemas.events import CheckSource, Load
 from schemas.identity import Digests
 from schemas.outcomes import Acted, ErrorKind
@@ -140,13 +141,7 @@ class TinyReplicas(TinyFleet):
         manifest = build_manifest(self.root(0) / f"v{version}", content=digests == "announced")
         with anyio.fail_after(60):
             return await self.bus.sync(
-                version,
-                Checkpoint(f"v{version}"),
-                manifest,
-                in_flight="abort",
-                quorum=None,
-                target=Target(),
-                timeout_ms=20_000,
+                SyncRequested(version=version, source=Checkpoint(f"v{version}"), manifest=manifest, timeout_ms=20_000)
             )
 
 

@@ -7,6 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from controlplane.machine.events import SyncRequested
 from schemas.commands import Checkpoint, Target
 from schemas.outcomes import ErrorKind
 from schemas.reports import SyncReport
@@ -40,7 +41,7 @@ class Fleet(TinyFleet):
         target = Target(replicas=frozenset(replicas)) if replicas else Target()
         with anyio.fail_after(60):
             return await self.bus.sync(
-                version, source, manifest, in_flight="abort", quorum=None, target=target, timeout_ms=20_000
+                SyncRequested(version=version, source=source, manifest=manifest, target=target, timeout_ms=20_000)
             )
 
 

@@ -13,6 +13,7 @@ import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 
 from controlplane.bus.bus import Bus
+from controlplane.machine.events import SyncRequested
 from controlplane.record.log import RunLog
 from schemas.commands import Checkpoint, Command, EngineCommand, Finish, ProfileCommand, ProfilePlan, Target
 from schemas.config import AgentConfig, BusConfig
@@ -75,7 +76,7 @@ async def test_nothing_blocks_a_loop_from_a_profile_to_its_finish_and_through_a_
             for command in COMMANDS:
                 (await bus.publish(command, Target(), 30_000)).raise_for_failures()
             report = await bus.sync(
-                1, Checkpoint("v1"), manifest, in_flight="abort", quorum=None, target=Target(), timeout_ms=30_000
+                SyncRequested(version=1, source=Checkpoint("v1"), manifest=manifest, timeout_ms=30_000)
             )
             report.raise_for_failures()
         tasks.cancel_scope.cancel()

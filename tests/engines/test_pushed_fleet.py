@@ -16,9 +16,10 @@ from msgspec.structs import replace
 
 from controlplane.analysis.invariants import verify
 from controlplane.machine.coordinator import CoordinatorState
+from controlplane.machine.events import SyncRequested
 from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
-from schemas.commands import Pushed, Target
+from schemas.commands import Pushed
 from schemas.errors import CommandFailed
 from schemas.events import Answer, EngineCall, EngineReturned, Load
 from schemas.outcomes import Failed
@@ -47,9 +48,7 @@ class Fleet(TinyFleet):
             return state.sync is not None and state.sync.phase == "load"
 
         source = Pushed(f"step {step}", path)
-        ticket = self.bus.sync(
-            version, source, None, in_flight="abort", quorum=None, target=Target(), timeout_ms=PHASE_MS
-        )
+        ticket = self.bus.sync(SyncRequested(version=version, source=source, manifest=None, timeout_ms=PHASE_MS))
         with anyio.fail_after(60):
             await self.bus.wait_until(loading)
             await self.push(step, *pushed_to)
@@ -83,7 +82,7 @@ async def test_weights_that_are_still_written_are_not_committed_though_the_label
     """The trainer's data plane sets the label with each bucket, and the last bucket fails."""
     async with fleet(tmp_path) as pushed:
         ticket = pushed.bus.sync(
-            2, Pushed("step 2"), None, in_flight="abort", quorum=None, target=Target(), timeout_ms=PHASE_MS, sends=True
+            SyncRequested(version=2, source=Pushed("step 2"), manifest=None, timeout_ms=PHASE_MS, sends=True)
         )
         with anyio.fail_after(60):
             await pushed.bus.wait_until(lambda state: state.sync is not None and state.sync.phase == "load")

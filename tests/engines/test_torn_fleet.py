@@ -11,7 +11,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from schemas.commands import Checkpoint, Target
+from controlplane.machine.events import SyncRequested
+from schemas.commands import Checkpoint
 from schemas.errors import CommandFailed
 from schemas.reports import SyncReport
 from schemas.safetensors.manifest import build_manifest
@@ -32,13 +33,9 @@ class Fleet(TinyFleet):
         manifest = build_manifest(self.root(0) / path, content=True)
         with anyio.fail_after(60):
             return await self.bus.sync(
-                version,
-                Checkpoint(path),
-                manifest,
-                in_flight="abort",
-                quorum=quorum,
-                target=Target(),
-                timeout_ms=20_000,
+                SyncRequested(
+                    version=version, source=Checkpoint(path), manifest=manifest, quorum=quorum, timeout_ms=20_000
+                )
             )
 
     def write(self, version: int, *replicas: int, config: TinyConfig | None = None) -> None:

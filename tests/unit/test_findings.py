@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from controlplane.analysis.findings import Finding, ObservedFleet
+from controlplane.analysis.findings import ObservedFleet, Violation
 from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
 from schemas.config import ObservePolicy
@@ -64,7 +64,7 @@ class Log:
     def sees(self, at_s: float, agent: str, seen: Observation) -> None:
         self.tells(at_s, agent, EngineObserved(at_ms=0, observation=seen))
 
-    def ends(self, at_s: float) -> list[Finding]:
+    def ends(self, at_s: float) -> list[Violation]:
         self.bus(at_s, bus_events.Closed(at_us=0, at_ns=0))
         return list(self.fleet.findings())
 

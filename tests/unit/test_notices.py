@@ -8,13 +8,16 @@ import pytest
 from msgspec.structs import replace
 
 from controlplane import ControlPlane
-from controlplane.bus.notices import LINES, PERIOD_US, LineLimit, Notices
+from controlplane.bus.notices import note_event, note_report
 from schemas.errors import AgentsMissing
+from schemas.logs import RateLimit
 from schemas.reports import SyncReport
 from tests.unit.fleets import Coordinator
 from tests.unit.small_bus import PRIMARY, SECOND, Engine
 from tests.unit.test_plane import ADDRESS, QUICK, agents, checkpoint
 from tests.waiting import wait_until
+
+LINES = 20
 
 
 def test_the_log_says_which_agents_join_and_are_lost_and_how_syncs_end(
@@ -36,10 +39,10 @@ def test_the_log_says_which_agents_join_and_are_lost_and_how_syncs_end(
 
 
 def test_an_agent_that_does_not_say_goodbye_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    fleet, notices = Coordinator("0.0", "1.0"), Notices()
+    fleet = Coordinator("0.0", "1.0")
     before = fleet.state
     fleet.lose("0.0")
-    notices.note_event(fleet.history[-1], before, fleet.state)
+    note_event(fleet.history[-1], before, fleet.state)
     assert caplog.messages == ["agent 0.0 is lost (silent); 1 of 2 live"]
 
 
@@ -52,25 +55,21 @@ def test_a_trainer_that_waits_for_its_agents_says_for_which(
     assert "waiting for 2 agents that serve: 0 joined, 0 lack something" in caplog.text
 
 
-def test_a_flood_of_lines_is_cut_short_and_counted() -> None:
-    limit = LineLimit()
-    assert sum(limit.allows(now_us) for now_us in range(100)) == LINES and limit.left_out == 100 - LINES
-    assert limit.allows(PERIOD_US + 1)
-
-
-def test_many_good_lines_hide_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "rolloutctl.bus")  # as it is unless a test before has run a command
-    notices, fleet = Notices(), Coordinator(*(f"{replica}.0" for replica in range(LINES + 2)))
+def test_many_good_lines_hide_no_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controlplane.bus.notices.logger.filters", [RateLimit(LINES, 60.0)])
+    caplog.set_level(logging.INFO, "rolloutctl.bus")
+    fleet = Coordinator(*(f"{replica}.0" for replica in range(LINES + 2)))
     for event in fleet.history:
-        notices.note_event(event, fleet.state, fleet.state)
+        note_event(event, fleet.state, fleet.state)
     before = fleet.state
     fleet.lose("0.0")
-    notices.note_event(fleet.history[-1], before, fleet.state)
+    note_event(fleet.history[-1], before, fleet.state)
     committed = SyncReport(version=1, status="committed", loaded=(0,), quarantined=(), phases=())
-    for second in range(LINES + 2):
-        notices.note_report(committed, second * 1_000_000)
-    notices.note_report(replace(committed, quarantined=(1,)), (LINES + 2) * 1_000_000)
-    assert caplog.messages == [
+    for _ in range(LINES + 2):
+        note_report(committed)
+    note_report(replace(committed, quarantined=(1,)))
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(caplog.messages) == 2 * LINES + 2 and lines == [
         f"agent 0.0 is lost (silent); {LINES + 1} of {LINES + 2} live",
         "weights v1 committed on replica 0; quarantined: replica 1",
     ]

@@ -114,5 +114,5 @@ def test_a_large_fleet_has_fewer_orders_in_a_turn(tmp_path: Path) -> None:
     waiting = callers.Callers(limit=1000, reply=lambda *_: None)
     for number in range(100):
         waiting.queue(Issued(at_us=0, at_ns=0, ticket=number + 1, command=FLUSH, target=Target(), timeout_ms=1))
-    taken = [len(waiting.take_orders(1, 1, agents)) for agents in (4096, 10_000, 1024, 64, 0)]
+    taken = [len(waiting.take_orders(agents)) for agents in (4096, 10_000, 1024, 64, 0)]
     assert taken == [1, 1, 4, 64, 30] and not waiting.has_orders

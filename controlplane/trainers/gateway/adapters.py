@@ -52,11 +52,6 @@ def copy_adapter(root: Path, path: str, place: str) -> None:
     So it can't be a hard link: that is the same file, and `open(…, "w")` writes into a file that is there, as
     `safetensors` did up to 0.7.
 
-    Args:
-        root: Root of the checkpoints.
-        path: Of the trainer's directory, below the root.
-        place: Of the copy, likewise.
-
     Raises:
         CheckpointError: A file is missing (then its cause is a FileNotFoundError), can't be copied, or was written
             meanwhile.
@@ -83,10 +78,6 @@ def _state(file: Path) -> tuple[int, ...]:
 def with_engine_names(state: CoordinatorState, body: bytes) -> tuple[bytes, list[UsedAdapter]]:
     """Return the body of a request for tokens with the engines' names of adapters, and the versions that it names.
 
-    Args:
-        state: The run.
-        body: As it came.
-
     Raises:
         LookupError: It names a version of one of the run's adapters that is not served.
         ValueError: It is not a JSON object.
@@ -107,14 +98,7 @@ def with_engine_names(state: CoordinatorState, body: bytes) -> tuple[bytes, list
 
 
 def replica_that_holds(view: FleetView, named: list[UsedAdapter], first: int, replicas: int) -> int | None:
-    """Return the replica that takes a request which names these versions: the one that was asked, or the next one.
-
-    Args:
-        view: The fleet.
-        named: Versions of adapters.
-        first: Index of the replica that was asked.
-        replicas: How many there are.
-    """
+    """Return the replica that takes a request which names these versions: the one that was asked, or the next one."""
     order = chain(range(first, replicas), range(first))
     held = (replica for replica in order if all(holds_version(view.state, replica, used) for used in named))
     return next((replica for replica in held if not view.unfit(replica)), None)

@@ -59,15 +59,7 @@ def world_size(view: FleetView, replica: int) -> int | None:
 
 
 def worker_row(view: FleetView, replica: int, url: str, model: str | None, version: str | None) -> dict[str, object]:
-    """Return what is known of one replica.
-
-    Args:
-        view: The fleet.
-        replica: Its index.
-        url: Where its requests and its commands go.
-        model: Its server's name of the model; None if it did not answer.
-        version: The trainer's name of its weights, or the run's; None if it may get no requests.
-    """
+    """Return what is known of one replica. Without a version it may get no requests."""
     member = view.state.members.get(f"{replica}.0")
     status = member.status if member is not None else None
     engine, _, engine_version = (status.engine if status is not None else "unknown").partition(" ")

@@ -86,9 +86,7 @@ class UpdateSet:
     """Posts that wait for the same sync, and then its report.
 
     Attributes:
-        replicas: Those that were asked.
-        complete: All of them were, or the set was refused.
-        begun: The sync has begun.
+        complete: All replicas were asked, or the set was refused.
         delivered: Replicas whose answer arrived.
         limits: Those of the newest post, if it had some of its own.
     """
@@ -109,13 +107,6 @@ class UpdateSet:
 
 class Posts:
     """The posts of a trainer, from their meaning to their answer.
-
-    Args:
-        plane: The open control plane of the run.
-        replicas: How many replicas there are.
-        root: Root of the checkpoints.
-        moment_s: How long the first update waits for those of the other replicas.
-        limits: Of each sync, as in `ControlPlane.sync_weights`: `timeout`, `quorum`, `on_unreachable`.
 
     Attributes:
         local: SkyRL's local checkpoint, once it is known.
@@ -149,13 +140,7 @@ class Posts:
                 current.end(current.answer)
 
     async def answer(self, replica: int, meaning: routes.Meaning, is_disconnected: IsDisconnected) -> Answer:
-        """Do what a post means, and return its answer.
-
-        Args:
-            replica: Whose base URL it was posted to.
-            meaning: Of the post.
-            is_disconnected: Tells whether the client has gone meanwhile.
-        """
+        """Do what a post means, and return its answer."""
         match meaning:
             case routes.PausePost(mode):
                 self._paused[replica] = max(mode, self._paused.get(replica, mode), key=STRENGTH.index)

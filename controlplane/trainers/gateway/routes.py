@@ -38,12 +38,7 @@ class Plain(Enum):
 
 
 class UpdatePost(Struct, frozen=True):
-    """Load a checkpoint.
-
-    Attributes:
-        path: Below the root of checkpoints.
-        label: The trainer's own name for these weights; empty if it gave none.
-    """
+    """Load a checkpoint."""
 
     path: str
     label: str = ""
@@ -121,14 +116,7 @@ Reader = Callable[[Fields, Sequence[str]], Meaning]
 
 
 def read_request(verb: str, path: str, fields: Fields, roots: Sequence[str]) -> Meaning:
-    """Return what a request means.
-
-    Args:
-        verb: Its method.
-        path: Its path below the base URL of the replica.
-        fields: The parameters of its query and the fields of its JSON body.
-        roots: Names of the root of checkpoints, as absolute paths.
-    """
+    """Return what a request means: fields are those of its query and body, roots names of the checkpoints' folder."""
     reader = CONTROL.get((verb, path))
     if reader is None:
         return RefusedPost(f"{verb} {path} is refused: {REFUSED.get(path, UNKNOWN)}. Nothing was done")

@@ -59,27 +59,11 @@ NO_ENGINE: Final = (
 
 
 class Gateway:
-    """Answers a trainer's posts to its engines, by commands on the bus.
+    """Answers a trainer's posts to its engines, by commands on the bus. Raises ConfigError.
 
-    Args:
-        plane: The open control plane of the run.
-        replicas: How many replicas there are; their indices are 0, 1, 2 …
-        checkpoints: Root of the checkpoints, as the trainer names it. The plane's own root must be the same folder.
-        engines: Base URL of each replica's engine, by index, for requests that are passed on; empty for what their
-            agents say. Where none is known, such requests are refused.
-        engine_key: API key of the engines.
-        host: Address to listen on.
-        port: Port to listen on; 0 lets the system choose.
-        ports: Listen on a port for each replica too, `port + 1 + replica`, for trainers whose addresses have no path.
-        token: What a client must send as `Authorization: Bearer …`; None for no such check.
-        insecure: Allow an address that other machines can reach without a token.
-        timeout_s: For each phase of a sync.
-        moment_s: How long the first update waits for those of the other replicas.
-        quorum: Of each sync, as in `ControlPlane.sync_weights`.
-        absent: Likewise: `on_unreachable`.
-
-    Raises:
-        ConfigError: A value is wrong, or other machines could command the engines.
+    The arguments are the options of `rolloutctl gateway`. The root of the plane's own checkpoints is `checkpoints`, as
+    the trainer names it. Without `engines`, agents say where these are. Port 0 lets the system choose; with `ports`,
+    each replica has one of its own, `port + 1 + replica`. The first update waits `moment_s` for those of the others.
     """
 
     def __init__(
@@ -123,7 +107,7 @@ class Gateway:
         listening.update(sock.getsockname()[1] for sock in self._sockets)  # until the process ends
         self._replica_of = {sock.getsockname()[1]: replica for replica, sock in enumerate(self._sockets[1:])}
         self._host, self._port = host, self._sockets[0].getsockname()[1]
-        self._connections = connections_within_limit(plane.view().agents_max)
+        self._connections = connections_within_limit(plane.view().state.settings.agents_max)
         if exposed:
             warn_in_red(
                 f"INSECURE: every program that can reach {self.url} can command the engines and load weights "
@@ -142,11 +126,7 @@ class Gateway:
         return f"http://{_in_url(self._host)}:{self._port}"
 
     def base_urls(self, host: str | None = None) -> list[str]:
-        """Return the base URL of each replica.
-
-        Args:
-            host: The gateway's, as its client knows it; None for the address that it listens on.
-        """
+        """Return the base URL of each replica, by the gateway's host as its client knows it."""
         name = _in_url(host or self._host)
         if self._replica_of:
             return [f"http://{name}:{port}" for port in self._replica_of]

@@ -64,13 +64,7 @@ def prompt_ids(prompt: Any, tokenizer: Any, args: Any) -> list[int]:
 
 def sampling(args: Any) -> dict[str, Any]:
     """The fields of a request that TRL's configuration asks for."""
-    fields = {
-        "max_tokens": args.max_completion_length,
-        "temperature": args.temperature,
-        "top_p": args.top_p,
-        "top_k": args.top_k,
-        "min_p": args.min_p,
-        "repetition_penalty": args.repetition_penalty,
-    }
+    named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    fields = {"max_tokens": args.max_completion_length, **{name: getattr(args, name) for name in named}}
     chosen = {name: value for name, value in fields.items() if value is not None}
     return chosen | (getattr(args, "generation_kwargs", None) or {})

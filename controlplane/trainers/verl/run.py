@@ -42,7 +42,6 @@ class Updated(NamedTuple):
     """How an update of the weights ended.
 
     Attributes:
-        answer: What verl's own update returned.
         quarantined: Replicas that must not serve: their agents keep them paused.
         unattended: Replicas that no agent speaks for.
     """
@@ -53,13 +52,7 @@ class Updated(NamedTuple):
 
 
 class VerlRun:
-    """The bus and the agents of one run. `start` makes it.
-
-    Args:
-        plane: The bus, open.
-        settings: As the user made them.
-        resources: What `close` ends: the bus, and the agents.
-    """
+    """The bus and the agents of one run. `start` makes it."""
 
     def __init__(self, plane: ControlPlane, settings: VerlSettings, resources: ExitStack) -> None:
         self._plane, self._settings, self._resources = plane, settings, resources
@@ -189,13 +182,7 @@ class VerlRun:
     async def _begin_sync(
         self, label: str, ranks: frozenset[int], pushed: Future[None] | None
     ) -> Ticket[SyncReport] | None:
-        """Ask for a sync, and return once it wants the weights, or has ended. An operator's is waited for.
-
-        Args:
-            label: Of the weights.
-            ranks: Replicas that they are for.
-            pushed: Done when they are pushed; None if they are already.
-        """
+        """Ask for a sync, and return once it wants the weights, or has ended. An operator's is waited for."""
         until = time.monotonic() + self._settings.timeout
         while True:
             begun = Future[None]()

@@ -55,12 +55,6 @@ class VerlSettings(Struct, frozen=True, kw_only=True):
 def read_settings(section: Mapping[str, Any], folder: Path, traces: Path, path: str = SECTION) -> VerlSettings:
     """Return the settings, complete and with absolute paths.
 
-    Args:
-        section: Plain values, as the configuration has them.
-        folder: Where the run keeps its files by default.
-        traces: Where it keeps its traces by default.
-        path: Of the section in the configuration, for messages.
-
     Raises:
         ConfigError: A key is unknown or a value is wrong. The text names the key, the value and what is allowed.
     """

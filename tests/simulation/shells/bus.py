@@ -213,18 +213,7 @@ def _hand_over(bus: Bus, order: events.CallerEvent) -> Ticket[Any] | None:
         case events.Issued():
             return bus.publish(order.command, order.target, order.timeout_ms)
         case events.SyncRequested():
-            return bus.sync(
-                order.version,
-                order.source,
-                order.manifest,
-                in_flight=order.in_flight,
-                quorum=order.quorum,
-                target=order.target,
-                timeout_ms=order.timeout_ms,
-                on_unreachable=order.on_unreachable,
-                sends=order.sends,
-                adapter=order.adapter,
-            )
+            return bus.sync(order)
         case events.RetireRequested():
             return bus.retire(order.places)
         case events.SendFailed():
