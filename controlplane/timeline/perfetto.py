@@ -261,8 +261,12 @@ def _clock_line(clock: AgentClock, moments_ns: Sequence[int]) -> ClockLine:
 def _write(stream: IO[bytes] | gzip.GzipFile, head: bytes, events: Iterable[TraceEvent | JsonEvent]) -> None:
     buffer, separator = bytearray(head), b"\n"
     for event in events:
+        try:
+            encoded = _encoder.encode(event)
+        except RecursionError:  # an event of a trace, whose arguments are nested thousands deep: no viewer shows it
+            continue
         buffer += separator
-        buffer += _encoder.encode(event)
+        buffer += encoded
         separator = b",\n"
         if len(buffer) >= WRITE_BYTES:
             stream.write(buffer)

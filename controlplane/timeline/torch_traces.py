@@ -28,8 +28,12 @@ FIRST_PID: Final = 100_001
 FIRST_TID: Final = 1_000_000_001
 ARROW_BITS: Final = 40
 """Bits of a trace's own arrow number; the file's number stands above them."""
+TEXT_BYTES: Final = 64 << 20
+"""Most bytes between two quotes."""
 LANES_MAX: Final = 64
 """Lanes of one thread. What overlaps more is drawn on the last."""
+TIME_DIGITS: Final = 18
+"""Digits of a time in µs before the point."""
 FIELD_BYTES: Final = 4_096
 """Longest field that is found when it spans two reads."""
 _BASE: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,20})\s*[,}]')
@@ -289,8 +293,11 @@ class TorchTrace:
 
 
 def _nanoseconds(microseconds: str | int | Decimal) -> int:
-    """Raises ValueError or ArithmeticError for a time that is no finite number."""
-    return int(Decimal(microseconds) * 1000)
+    """Raises ValueError for a time that is infinite or has too many digits: to write out 1e999999 takes long."""
+    time = Decimal(microseconds)
+    if not time.is_finite() or time.adjusted() >= TIME_DIGITS:
+        raise ValueError("a time out of bounds")
+    return int(time * 1000)
 
 
 def _name(original: object) -> str:
@@ -316,6 +323,8 @@ class _ValidJson:
         """Return some bytes, not necessarily `size`; none at the end."""
         while piece := self._file.read(size):
             text = self._rest + piece
+            if len(text) > TEXT_BYTES:
+                raise EOFError(f"{TEXT_BYTES:,} bytes without a name or a text: it is no trace")
             at = text.rfind(b'"')  # whatever begins before the last quote ends before it
             while at > 0 and text[at - 1 : at] == b"\\":
                 at = text.rfind(b'"', 0, at)
