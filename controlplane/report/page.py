@@ -1,10 +1,12 @@
 """Renders a run's report as one HTML file that needs nothing else.
 
 Text from a log stays text: the template escapes every value, and the page's Content-Security-Policy allows no script
-and no requests.
+except the one whose digest it names, and no requests.
 """
 
+import base64
 import datetime
+import hashlib
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final, TextIO
@@ -33,6 +35,7 @@ def write_page(page: TextIO, report: RunReport, run: str, log: str) -> None:
         lstrip_blocks=True,
     )
     environment.filters.update(clock=_clock, date=_date, span=_span, us=lambda us: _span(us * 1000), count=_count)
+    script = (HERE / "page.js").read_text("utf-8")
     folded = [agent for agent in report.agents if agent.healthy] if len(report.agents) > MAX_AGENTS else []
     values = {
         "report": report,
@@ -40,6 +43,8 @@ def write_page(page: TextIO, report: RunReport, run: str, log: str) -> None:
         "log": log,
         "made_by": version("rolloutctl"),
         "style": Markup((HERE / "page.css").read_text("utf-8")),
+        "script": Markup(script),
+        "digest": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "drawn": sorted(report.replicas.items(), key=lambda item: not item[1].bad)[:MAX_DRAWN],
         "agents": [agent for agent in report.agents if not (folded and agent.healthy)],
         "folded_agents": folded,

@@ -80,3 +80,17 @@ def test_light_and_dark_schemes_differ(browser: Any, tmp_path: Path) -> None:
         rooms.append(shown.page.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert rooms == ["rgb(255, 255, 255)", "rgb(20, 23, 26)"]
     assert pictures[0] != pictures[1] and min(map(len, pictures)) > 10_000
+
+
+def test_commands_can_be_filtered_by_keyboard(browser: Any, tmp_path: Path) -> None:
+    page = opened(browser, tmp_path, html(recorded("killed"))).page
+    rows = page.locator("details.step tbody tr:visible")
+    page.locator("#words").focus()
+    page.keyboard.type("prepare v3")
+    assert "prepare v3" in rows.first.inner_text() and rows.count() == 1
+    assert page.locator("#found").inner_text() == "1 shown"
+    page.locator("#words").fill("")
+    page.locator("#bad").focus()
+    page.keyboard.press("Space")
+    bad = page.locator("details.step tbody tr.bad")
+    assert rows.count() == bad.count() > 0 and bad.first.is_visible()
