@@ -94,7 +94,8 @@ class _Fitted:
         self._parts: list[tuple[int, int, str]] = []  # when a phase of which sync began (µs), or the step after it
         self._failed_us: list[tuple[str, str, int, int]] = []  # what failed, whose, from when to when
         self._lives: dict[str, str] = {}
-        self._lost_us: dict[str, int] = {}  # by agent: when it was cut off or ended, as the bus saw it
+        self._lost_us: dict[str, tuple[str, int]] = {}  # by agent: how the bus lost it, and since when it is away
+        self._away_us: dict[str, int] = {}  # by agent: since when it was away, or had ended, the last time
         self._ended_by_us: dict[str, int] = {}  # by agent: the same of an earlier incarnation
         self._answered_us: dict[str, int] = {}  # by agent: when the last command that it had answered was over
         self._joined_us: dict[str, int] = {}
@@ -136,20 +137,20 @@ class _Fitted:
             case bus_events.HelloReceived(hello=hello):
                 name = hello.identity.agent
                 if self._lives.setdefault(name, hello.incarnation) != hello.incarnation:
-                    ended_us = self._lost_us.pop(name, event.at_us - half_us)
+                    _, ended_us = self._lost_us.pop(name, ("", event.at_us - half_us))
                     self._ended_by_us[name] = max(ended_us, self._answered_us.get(name, 0))
                 self._places[name], self._lives[name] = hello.identity, hello.incarnation
-            case bus_events.PeerLost(peer=peer, reason="silent"):
-                self._lost_us.setdefault(agent_of(peer), event.at_us - 2 * half_us)
-            case bus_events.PeerLost(peer=peer, reason="unreachable"):
-                since_us = max(event.at_us - half_us, self._answered_us.get(agent_of(peer), 0))
-                self._lost_us.setdefault(agent_of(peer), since_us)
+            case bus_events.PeerLost(peer=peer, reason="silent" | "unreachable" as reason):
+                name, lost = agent_of(peer), ("silence", event.at_us - 2 * half_us)
+                if reason == "unreachable":
+                    lost = "cut", max(event.at_us - half_us, self._answered_us.get(name, 0))
+                _, self._away_us[name] = self._lost_us.setdefault(name, lost)
             case bus_events.JoinReceived(peer=peer):
                 self._joined_us[agent_of(peer)] = event.at_us
                 if self._gathers:
                     self._ended_us = event.at_us
-                if (lost_us := self._lost_us.pop(agent_of(peer), None)) is not None:
-                    self._failed_us.append(("cut", agent_of(peer), lost_us, event.at_us))
+                if (away := self._lost_us.pop(agent_of(peer), None)) is not None:
+                    self._failed_us.append((away[0], agent_of(peer), away[1], event.at_us))
 
     def _open(self, event: bus_events.Opened, shift_us: int) -> None:
         if self._now_us:
@@ -196,18 +197,25 @@ class _Fitted:
             self._down_us.setdefault(name, since_us)  # perhaps it ended with its agent
             joined_us = self._joined_us.get(name, 0)  # it has looked at its engine first
             self._failed_us += [("agent", name, since_us, at_us), ("cut", name, since_us, joined_us)]
+            self._away_us[name] = since_us
         self._add_engine(name, at_us, before.engine, state.engine)
         self._heard_us[name] = at_us
         answers = before.engine.tokenizer == "present"
         if isinstance(event, events.EngineReturned | events.Started) and before.activity is not None and answers:
-            self._add_call(name, before.activity, event)
+            self._add_call(name, before.activity, event, at_us)
 
-    def _add_call(self, name: str, activity: Activity, event: events.EngineReturned | events.Started) -> None:
-        """A call has ended. One that the end of the agent cut off had not until the next one started."""
+    def _add_call(
+        self, name: str, activity: Activity, event: events.EngineReturned | events.Started, at_us: int
+    ) -> None:
+        """A call has ended. Of one during which the agent went away, it is only known that it had not ended before."""
         result = event.result if isinstance(event, events.EngineReturned) else None
         fault = result.kind if isinstance(result, events.Fault) else ""
         call = _AS_MODELLED.get(call := call_name(activity.calls[0]), call)
-        self._calls[call][name].append(max(0, event.at_ms - activity.since_ms) / 1000)
+        times, took_s = self._calls[call][name], max(0, event.at_ms - activity.since_ms) / 1000
+        until_away_s = took_s - (at_us - self._away_us.get(name, 0)) / 1e6
+        if 0 <= until_away_s < took_s and times:
+            took_s = until_away_s + times[-1]
+        times.append(took_s)
         self._failed[call][name].append(float(fault in _TOUCHED))
         self._refused[call][name].append(float(fault not in ("", *_TOUCHED)))
 
@@ -246,8 +254,9 @@ class _Fitted:
 
     def _recorded(self) -> Iterator[Tree]:
         """Yield what failed since the first sync began, to the end of the log if it was not over."""
-        for what, lasting in ("agent", self._lost_us), ("engine", self._down_us):
-            self._failed_us += [(what, name, since_us, self._now_us) for name, since_us in lasting.items()]
+        lasting = [("engine", name, since_us) for name, since_us in self._down_us.items()]
+        lasting += [(what if what == "silence" else "agent", name, us) for name, (what, us) in self._lost_us.items()]
+        self._failed_us += [(*failed, self._now_us) for failed in lasting]
         for what, agent, since_us, until_us in self._failed_us:
             at = bisect_right(self._parts, since_us, key=itemgetter(0))
             if at:

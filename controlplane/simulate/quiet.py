@@ -44,10 +44,9 @@ class QuietSyncs:
 
     def concluded(self, report: SyncReport) -> None:
         """They end the sync."""
-        replicas = [agent.name for agent in self._run.agents.values() if agent.engine is not None]
-        names = [[[call_name(call) for call in calls[name]] for calls in self._phases] for name in replicas]
-        whole = len(report.loaded) == len(replicas) and not report.flawed and names.count(names[0]) == len(names)
-        self._shape = [calls[replicas[0]] for calls in self._phases] if whole else []
+        names = [[[call_name(call) for call in calls[name]] for calls in self._phases] for name in self._run.agents]
+        whole = len(report.loaded) == len(names) and not report.flawed and names.count(names[0]) == len(names)
+        self._shape = [calls["0.0"] for calls in self._phases] if whole else []
 
     def draw(self) -> int | None:
         """Draw a sync that begins now, and count its costs. Return when it ends (µs), or None if it is not quiet."""
@@ -81,7 +80,7 @@ class _DrawnReplica:
     def draw(self, calls: Sequence[events.Call], begun_us: int) -> int:
         """Return when the bus has the answer of a phase that it published at a moment (µs)."""
         at_us = begun_us + self.agent.network_us()
-        for call in calls if self.agent.engine is not None else ():
+        for call in calls:
             if isinstance(call, events.Pause):
                 self.paused_us -= at_us
             outcome = result, took_us = self.agent.draw(call)

@@ -41,7 +41,6 @@ AGAIN_US: Final = SECOND
 WEEK_US: Final = 7 * 24 * 3600 * SECOND
 RETURNED: Final = events.Returned()
 NO_ANSWER: Final[Outcome] = (events.Fault("engine_error", "the engine does not answer."), 1000)
-NO_ENGINE: Final = events.Observation(engine="modelled", tokenizer="absent")
 
 
 def simulate(model: FleetModel) -> RunCosts:
@@ -68,12 +67,7 @@ class Simulation:
         self.fixed_network_us = round(model.network * SECOND) if isinstance(model.network, float | int) else None
         self.quiet = QuietSyncs(self)
         self.bus = SimulatedBus(self)
-        size = model.fleet
-        places = [(replica, node) for replica in range(size.replicas) for node in range(size.nodes)]
-        agents = (
-            SimulatedAgent(self, Identity(replica=replica, node_rank=node, nnodes=size.nodes, gpus_per_node=size.gpus))
-            for replica, node in places
-        )
+        agents = [SimulatedAgent(self, replica) for replica in range(model.fleet.replicas)]
         self.agents = {agent.name: agent for agent in agents}
 
     def run(self) -> RunCosts:
@@ -158,15 +152,17 @@ def _fixed(model: FleetModel) -> dict[str, Outcome]:
 
 
 class SimulatedAgent:
-    """An agent, and the engine beside it if it is the first of its replica. Its journal keeps `state`."""
+    """The agent of a replica's first node, and the engine beside it. Its journal keeps `state`."""
 
-    def __init__(self, run: Simulation, identity: Identity) -> None:
-        self.run, self.model, self.clock, self.identity = run, run.model, run.clock, identity
-        self.name = identity.agent
-        self.engine = None if identity.node_rank else ModelledEngine(run.model.fleet.engine)
+    def __init__(self, run: Simulation, replica: int) -> None:
+        self.run, self.model, self.clock, size = run, run.model, run.clock, run.model.fleet
+        self.identity = Identity(replica=replica, node_rank=0, nnodes=size.nodes, gpus_per_node=size.gpus)
+        self.name = self.identity.agent
+        self.engine = ModelledEngine(size.engine)
         self.state = AgentState()
         self.alive = self._cut = self._beats = False
         self.peer = ""  # its connection; empty while there is none
+        self.standing = ""  # one that carries nothing, and that the bus can't tell from another
         self._life = self._connections = self._call_id = 0
         self._arrivals_us: dict[str, int] = {}
         self._deadline_ms: int | None = None
@@ -195,30 +191,33 @@ class SimulatedAgent:
         failures = self.model.failures
         self.run.fail(failures.agent_per_hour, self.name, "agent", self._die, failures.agent_s)
         self.run.fail(failures.cut_per_hour, self.name, "cut", self._be_cut_off, failures.cut_s)
-        if self.engine is not None:
-            self.run.fail(failures.engine_per_hour, self.name, "engine", self._lose_engine, failures.engine_s)
+        self.run.fail(failures.engine_per_hour, self.name, "engine", self._lose_engine, failures.engine_s)
 
     def fail(self, what: str, lasts: Duration) -> None:
         """Have something fail that an agent has seen fail, and for as long as it saw that."""
-        if what == "engine":
-            self._lose_engine(lasts, seen_us=0)
-        else:
-            (self._die if what == "agent" else self._be_cut_off)(lasts)
+        match what:
+            case "engine":
+                self._lose_engine(lasts, seen_us=0)
+            case "agent":
+                self._die(lasts)
+            case _:
+                self._be_cut_off(lasts, connection_stands=what == "silence")
 
     def _die(self, lasts: Duration) -> None:
         """The call in flight is carried out all the same, or not."""
         if self.alive:
-            engine, calls = self.engine, self.state.activity.calls if self.state.activity is not None else ()
-            if engine is not None and calls and self.run.luck(self.name, "dies").random() < 0.5:
-                engine.carry_out(calls[0], events.Returned())
+            activity = self.state.activity
+            if activity is not None and self.run.luck(self.name, "dies").random() < 0.5:
+                self.engine.carry_out(activity.calls[0], RETURNED)
             self.alive, self._call_id = False, 0
             self.lose_bus()
             self.run.after(lasts, self.name, "agent back", self.begin)
 
-    def _be_cut_off(self, lasts: Duration) -> None:
+    def _be_cut_off(self, lasts: Duration, connection_stands: bool = False) -> None:
         if not self._cut:
-            self._cut = True
+            self._cut, peer = True, self.peer
             self.lose_bus()
+            self.standing = peer if connection_stands else ""
             self.run.after(lasts, self.name, "cut off", self._be_back)
 
     def _be_back(self) -> None:
@@ -226,19 +225,18 @@ class SimulatedAgent:
         self.connect()
 
     def _lose_engine(self, lasts: Duration, seen_us: int = AGAIN_US) -> None:
-        if self.engine is not None and self.engine.ready:
+        if self.engine.ready:
             self.engine.end()
             self._return(self._call_id, events.Fault("engine_error", "the engine died."))
             self.clock.at(seen_us, self._look)
             self.run.after(lasts, self.name, "engine back", self._regain_engine, seen_us)
 
     def _regain_engine(self, seen_us: int) -> None:
-        if self.engine is not None:
-            self.engine.ready = True
-            self.clock.at(seen_us, self._look)
+        self.engine.ready = True
+        self.clock.at(seen_us, self._look)
 
     def _look(self) -> None:
-        seen = NO_ENGINE if self.engine is None else self.engine.observe()
+        seen = self.engine.observe()
         if not self._call_id and seen != self._seen:
             self._seen = seen
             self.feed(events.EngineObserved(at_ms=self.now_ms, observation=seen))
@@ -255,8 +253,7 @@ class SimulatedAgent:
             self._perform(effect)
         if self.state is before:
             return
-        if self.engine is not None:
-            self.run.costs.decided_by_agent(self.name, event, self.state)
+        self.run.costs.decided_by_agent(self.name, event, self.state)
         deadline_ms = machine.next_deadline(self.state)
         if deadline_ms is not None and deadline_ms != self._deadline_ms:
             self._deadline_ms = deadline_ms
@@ -293,8 +290,7 @@ class SimulatedAgent:
 
     def _call(self, call_id: int, call: events.Call) -> None:
         self._call_id = call_id
-        answers = self.engine is not None and self.engine.ready
-        result, took_us = self.draw(call) if answers else NO_ANSWER
+        result, took_us = self.draw(call) if self.engine.ready else NO_ANSWER
         if self.state.activity is not None and self.state.activity.trigger is not None:
             self.run.quiet.called(self.name, call)
         self.clock.at(took_us, self._return, call_id, result, call)
@@ -326,9 +322,9 @@ class SimulatedAgent:
         if not call_id or call_id != self._call_id:
             return
         self._call_id, seen = 0, None
-        if self.engine is not None and call is not None:
+        if call is not None:
             self.engine.carry_out(call, result)
-        if self.engine is not None and (type(call) not in SHOWS_NOTHING or isinstance(result, events.Fault)):
+        if type(call) not in SHOWS_NOTHING or isinstance(result, events.Fault):
             seen = self._seen = self.engine.observe()
         self.feed(events.EngineReturned(at_ms=self.now_ms, call_id=call_id, result=result, observation=seen))
 
@@ -347,7 +343,7 @@ class SimulatedAgent:
 
     def lose_bus(self) -> None:
         """The connection breaks: the lease runs out without another one, and the bus notices the silence."""
-        peer, self.peer = self.peer, ""
+        peer, self.peer, self.standing = self.peer, "", ""
         self.clock.at(self.model.bus.lease_ms * 1000, self._end_lease, self._connections)
         if peer:
             self.clock.at(self.model.bus.agent_timeout_ms * 1000, self.run.bus.miss, peer)
@@ -525,9 +521,9 @@ class SimulatedBus:
                         agent.deliver("publications", agent.on_command, agent.peer, epoch, record, command)
             case bus_events.Send(peer=peer) | bus_events.Ping(peer=peer):
                 agent = self.run.agents[agent_of(peer)]
-                if agent.peer != peer:
+                if peer not in (agent.peer, agent.standing):
                     self._feed(bus_events.PeerLost(at_us=0, peer=peer, reason="unreachable"))
-                elif isinstance(effect, bus_events.Send):
+                elif isinstance(effect, bus_events.Send) and agent.peer:
                     agent.deliver("down", agent.on_message, peer, effect.epoch, effect.seq, effect.message)
             case bus_events.Conclude(report=SyncReport() as report):
                 self.run.quiet.concluded(report)

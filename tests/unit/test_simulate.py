@@ -154,6 +154,7 @@ def test_syncs_in_which_nothing_fails_are_drawn_and_cost_what_they_do_if_the_mac
         ("agent", "0.0", "load", 5.0, 15.38, 0.0, 378.7),  # what it was loading, it loads again
         ("agent", "0.0", "step", 35.0, 15.38, 0.0, 378.7),  # back in the next sync
         ("cut", "2.0", "prepare", 35.0, 14.21, 0.1, 378.3),
+        ("silence", "2.0", "commit", 35.0, 20.31, 0.1, 383.7),  # given up after 10 s, not at the next message
         ("trainer", "", "commit", 900.0, 10.37, 0.0, 1314.0),
         ("agent", "7.0", "load", 900.0, 10.37, 0.0, 373.7),  # of a larger fleet
     ],
