@@ -4,11 +4,7 @@ docs/simulate.md has a table of the keys and their units.
 """
 
 import tomllib
-from collections.abc import Iterator
 from copy import deepcopy
-from itertools import cycle
-from math import exp, log
-from random import Random
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct, defstruct
@@ -26,8 +22,6 @@ Tree = dict[str, object]
 """A TOML file, as it is read."""
 PerHour = Annotated[float, Meta(ge=0, le=3600, description="a number per hour, at most 3600")]
 Share = Annotated[float, Meta(ge=0, le=1, description="a number from 0 to 1")]
-P99: Final = 2.3263
-"""Of the standard normal distribution."""
 
 
 class Spread(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,27 +41,6 @@ Duration = Annotated[
     Seconds | Spread | _Listed,
     Meta(description="a number of seconds, { median = …, p99 = … }, or a list of measured seconds"),
 ]
-
-
-def drawn(duration: Duration, rng: Random, replica: int) -> Iterator[float]:
-    """Yield values, in seconds, for ever.
-
-    Args:
-        duration: Of what.
-        rng: What it is drawn by.
-        replica: Whose values they are.
-    """
-    if isinstance(duration, tuple):
-        series = [values for values in duration if isinstance(values, tuple)]
-        if series:
-            yield from cycle(series[replica % len(series)])
-        while True:
-            yield rng.choice(duration)  # type: ignore[misc]
-    while not isinstance(duration, Spread):
-        yield duration
-    sigma = log(duration.p99 / duration.median) / P99
-    while True:
-        yield duration.median * exp(rng.gauss(0, sigma))
 
 
 class FleetSize(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

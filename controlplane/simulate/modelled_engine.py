@@ -10,11 +10,10 @@ from schemas.identity import Operation
 
 Kind = Literal["tiny", "sglang", "vllm", "verl"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+_PAUSES: Final = frozenset({Operation.PAUSE, Operation.RESUME})
 IDEMPOTENT: Final[Mapping[Kind, frozenset[Operation]]] = {
-    "tiny": frozenset({Operation.PAUSE, Operation.RESUME}),
-    "sglang": frozenset({Operation.PAUSE, Operation.RESUME}),
-    "vllm": frozenset({Operation.PAUSE, Operation.RESUME, Operation.SLEEP, Operation.WAKE}),
-    "verl": frozenset({Operation.PAUSE, Operation.RESUME}),
+    **dict.fromkeys(KINDS, _PAUSES),
+    "vllm": _PAUSES | {Operation.SLEEP, Operation.WAKE},
 }
 """What may be asked of them twice."""
 LAUNCH_LABEL: Final = "default"

@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from controlplane.simulate.luck import Outcome
 from schemas import events
 from schemas.commands import SyncPhase
 from schemas.reports import SyncReport
 from workers.machine.state import call_name
 
 if TYPE_CHECKING:
-    from controlplane.simulate.simulator import Outcome, SimulatedAgent, Simulation
+    from controlplane.simulate.simulator import SimulatedAgent, Simulation
 
 TURN_US: Final = 200
 """Between two turns of the bus."""
@@ -83,7 +84,7 @@ class _DrawnReplica:
         for call in calls:
             if isinstance(call, events.Pause):
                 self.paused_us -= at_us
-            outcome = result, took_us = self.agent.draw(call)
+            outcome = result, took_us = self.agent.calls.draw(call)
             self._draws.append((call, outcome))
             self.goes_well = self.goes_well and isinstance(result, events.Returned)
             at_us += took_us
@@ -94,4 +95,4 @@ class _DrawnReplica:
     def put_back(self) -> None:
         """Have the machines meet what was drawn."""
         for call, outcome in reversed(self._draws):
-            self.agent.put_back(call, outcome)
+            self.agent.calls.put_back(call, outcome)
