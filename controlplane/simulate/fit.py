@@ -128,6 +128,7 @@ class _Fitted:
     ) -> None:
         agent, now_us = self._agents[name], event.at_us
         half_us = self._bus["agent_timeout_ms"] * 500  # what was silent for less than all of it, was for half of it
+        heads_us = self._bus["head_interval_ms"] * 1000  # with each head, the bus looks which agents are silent
         match event:
             case bus_events.HelloReceived(hello=hello):
                 if agent.incarnation not in ("", hello.incarnation):
@@ -135,12 +136,9 @@ class _Fitted:
                     agent.ended_us, agent.lost = max(ended_us, agent.answered_us), None
                 agent.identity, agent.incarnation = hello.identity, hello.incarnation
             case bus_events.PeerLost(reason="silent" | "unreachable" as reason) if agent.lost is None:
-                # The bus looks for silent agents with each head: it may have been silent for that much longer.
-                since_us = now_us - (
-                    half_us if reason == "unreachable" else 2 * half_us + self._bus["head_interval_ms"] * 1000
-                )
-                agent.away_us = max(since_us, agent.answered_us, agent.heard_us or 0)
-                agent.lost = "cut" if reason == "unreachable" else "silence", agent.away_us
+                what, unheard_us = ("cut", half_us) if reason == "unreachable" else ("silence", 2 * half_us + heads_us)
+                agent.away_us = max(now_us - unheard_us, agent.answered_us, agent.heard_us or 0)
+                agent.lost = what, agent.away_us
             case bus_events.JoinReceived():
                 agent.joined_us = now_us
                 if self._gathers:
@@ -223,9 +221,10 @@ class _Fitted:
         if engine.tokenizer != "present":
             agent.down_us = at_us if agent.down_us is None and agent.instance else agent.down_us
             return
-        if agent.instance not in ("", engine.instance):
+        instance = engine.instance or agent.instance
+        if agent.instance not in ("", instance):
             self._failed_us.append(("engine", name, at_us if agent.down_us is None else agent.down_us, at_us))
-        self._engine, agent.instance, agent.down_us = engine.name, engine.instance or "", None
+        self._engine, agent.instance, agent.down_us = engine.name, instance, None
 
     # --- results ------------------------------------------------------------------------------------------------------
 

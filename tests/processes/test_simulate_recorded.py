@@ -72,6 +72,13 @@ version = 4
 phase = "load"
 after_s = 0.2
 seconds = 4.0
+
+[[fault]]
+name = "and its load gets no answer"
+what = "lose_answer"
+replicas = [1]
+version = 4
+call = "load"
 """
 STEPS = 12
 
@@ -135,6 +142,7 @@ def test_an_agent_that_stood_still_in_a_recorded_run_is_given_up_for_silence_aga
     assert still == [("silence", "1.0", 4, "load")]
     calm = simulate(checked(varied(tree, "failures.recorded", "[]"), "run.db"))
     assert calm.sync_p99 < recorded.sync_p99, "a call takes no longer because its agent stands still"
+    assert (calm.aborted, calm.left_out) == (0, 0), "nor does it fail"
     again = simulate(model)
     assert (again.syncs, again.aborted, again.left_out) == (STEPS, recorded.aborted, recorded.left_out)
     for name in ("hours", "sync_p50", "sync_p99", "lost_share"):  # the stated error
