@@ -338,7 +338,11 @@ class SimulatedAgent:
                     if (trigger := self._trigger) is None or (trigger.epoch, trigger.seq) != (epoch, record.seq):
                         self.on_command(peer, epoch, record, wire.decode_command(record.envelope.body))
             case wire.Rejoin():
-                self.clock.at(AGAIN_US, self.connect)
+                self.clock.at(AGAIN_US, self._connect_again, peer)
+
+    def _connect_again(self, peer: str) -> None:
+        if self.peer == peer:  # it was told more than once
+            self.connect()
 
 
 class SimulatedBus:

@@ -21,7 +21,7 @@ from controlplane.simulate.simulator import Simulation, simulate
 from schemas.errors import ConfigError
 from schemas.events import EngineObserved
 from schemas.profiler.conversion import read_toml
-from schemas.wire import encode
+from schemas.wire import Rejoin, encode
 from tests.pages import blocks
 from tests.running import ROOT
 
@@ -170,6 +170,19 @@ def test_a_recorded_failure_happens_in_its_part_of_its_sync(
     assert found.sync_p99 == pytest.approx(longest, abs=0.01)
     assert (found.left_out, found.aborted) == (left_out, 0)
     assert found.hours * 3600 == pytest.approx(seconds, abs=0.1)
+
+
+def test_an_agent_that_is_turned_away_twice_on_a_connection_makes_one_other() -> None:
+    run = Simulation(checked(PLAIN, "fleet.toml"))
+    agent = run.agents["0.0"]
+    run.bus.open()
+    agent.begin()
+    run.clock.run(1_000_000)
+    first = agent.peer
+    for _ in range(2):
+        agent.on_message(first, 1, 0, Rejoin(reason="another agent has its place"))
+    run.clock.run(5_000_000)
+    assert (first, agent.peer) == ("0.0/life 1/1", "0.0/life 1/2")
 
 
 def test_a_fleet_that_fails_too_often_to_sync_is_an_error() -> None:
