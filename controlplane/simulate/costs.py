@@ -17,20 +17,7 @@ Condition = Literal["serves", "paused", "quarantined", "down"]
 
 
 class RunCosts(Struct, frozen=True, kw_only=True):
-    """What a run cost. Times are in seconds.
-
-    Attributes:
-        hours: Length of the run.
-        syncs: How many ended.
-        aborted: How many of them were aborted.
-        left_out: Replicas that a committed sync left out, or could not prove to serve it, on average.
-        sync_p50, sync_p99: Time of a sync, from its request to its report.
-        behind: By how many versions the fleet was behind the trainer after a sync, on average.
-        gpu_hours: Of the fleet, in all.
-        paused: GPU-hours in which replicas were paused, most of them for a sync.
-        quarantined: GPU-hours in which replicas were out of service.
-        down: GPU-hours in which engines did not answer.
-    """
+    """What a run cost. A column of docs/simulate.md each: `hours` of the run, GPU-hours, and seconds of a sync."""
 
     hours: float
     syncs: int

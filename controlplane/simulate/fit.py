@@ -25,7 +25,7 @@ from schemas.outcomes import Missing
 from schemas.reports import Report, SyncReport
 from schemas.wire import decode_command
 from workers.machine.decide import decide
-from workers.machine.state import Activity, AgentState, EngineState, call_name
+from workers.machine.state import Activity, AgentState, call_name
 
 SAMPLES_MAX: Final = 1_000
 """Values that are kept of one distribution, or of one replica's calls of a kind."""
@@ -50,7 +50,7 @@ def fit(entries: Iterable[LogItem]) -> tuple[Tree, RunCosts]:
     fitted = _Fitted()
     for entry in entries:
         if isinstance(entry, AgentMark):  # of a log that lacks its beginning
-            fitted.states.setdefault(entry.agent, (entry.journal, _state_decoder.decode(entry.state)))
+            fitted.begin_agent(entry)
         elif isinstance(entry, LogEntry) and entry.agent:
             fitted.add_agent(entry)
         elif isinstance(entry, LogEntry):
@@ -61,19 +61,21 @@ def fit(entries: Iterable[LogItem]) -> tuple[Tree, RunCosts]:
     return fitted.tree(costs), costs
 
 
-class _Series(defaultdict[str, defaultdict[str, deque[float]]]):
-    """Values by kind and agent, the newest in order."""
+class _RecordedAgent:
+    """What was read of one agent. Times are in µs on the bus's wall clock."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: defaultdict(lambda: deque(maxlen=SAMPLES_MAX)))
-
-    def in_order(self) -> Tree:
-        """Return the values of each modelled call, replica by replica."""
-        return {
-            call: [list(self[call][name]) for name in sorted(self[call], key=agent_order)]
-            for call in CallTimes.__struct_fields__
-            if call in self
-        }
+        self.identity: Identity | None = None
+        self.clock: Clock | None = None
+        self.incarnation = self.journal = self.instance = ""  # the last of its engine that answered
+        self.state = AgentState()
+        self.heard_us: int | None = None  # its last decision
+        self.answered_us = self.joined_us = 0  # the end of the last command that it had answered; its last join
+        self.lost: tuple[str, int] | None = None  # how the bus lost it, and since when it is away
+        self.away_us = 0  # since when it was away, or had ended, the last time
+        self.ended_us = 0  # when an earlier incarnation had ended, as the bus saw it
+        self.down_us: int | None = None  # since when its engine does not answer
+        self.calls: defaultdict[str, deque[tuple[float, ...]]] = defaultdict(lambda: deque(maxlen=SAMPLES_MAX))
 
 
 class _Fitted:
@@ -81,8 +83,7 @@ class _Fitted:
 
     def __init__(self) -> None:
         self.costs = CostCounter()
-        self.states: dict[str, tuple[str, AgentState]] = {}  # by agent: its journal, and the state after it
-        self._places: dict[str, Identity] = {}
+        self._agents: defaultdict[str, _RecordedAgent] = defaultdict(_RecordedAgent)
         self._policy: Tree = {}
         self._bus: dict[str, int] = {}
         self._engine = ""
@@ -90,17 +91,8 @@ class _Fitted:
         self._ended_us: int | None = None  # the last sync; before the first one, the last agent has joined
         self._gathers = True
         self._steps: deque[float] = deque(maxlen=SAMPLES_MAX)
-        self._calls, self._failed, self._refused = _Series(), _Series(), _Series()
         self._parts: list[tuple[int, int, str]] = []  # when a phase of which sync began (µs), or the step after it
         self._failed_us: list[tuple[str, str, int, int]] = []  # what failed, whose, from when to when
-        self._lives: dict[str, str] = {}
-        self._lost_us: dict[str, int] = {}  # by agent: when it was cut off or ended, as the bus saw it
-        self._ended_by_us: dict[str, int] = {}  # by agent: the same of an earlier incarnation
-        self._answered_us: dict[str, int] = {}  # by agent: when the last command that it had answered was over
-        self._joined_us: dict[str, int] = {}
-        self._heard_us: dict[str, int] = {}  # by agent: its last decision
-        self._down_us: dict[str, int] = {}  # by agent: since when its engine does not answer
-        self._clocks: dict[str, Clock] = {}
 
     # --- the bus ------------------------------------------------------------------------------------------------------
 
@@ -117,9 +109,9 @@ class _Fitted:
             case bus_events.SyncRequested():
                 self._add_request(event)
             case bus_events.StatusReceived(peer=peer, status=status) if status.clock is not None:
-                self._clocks[agent_of(peer)] = status.clock
+                self._agents[agent_of(peer)].clock = status.clock
             case bus_events.HelloReceived() | bus_events.PeerLost() | bus_events.JoinReceived():
-                self._add_connection(event)
+                self._add_connection(event, agent_of(event.peer))
         for effect in effects:
             if isinstance(effect, bus_events.Publish):
                 self._add_published(effect, event.at_us)
@@ -127,29 +119,33 @@ class _Fitted:
                 self._ended_us = event.at_us
                 self._parts.append((event.at_us, self._tried, "step"))
             elif isinstance(effect, bus_events.Conclude) and isinstance(effect.report, Report):
-                answered = (line.agent for line in effect.report.outcomes if not isinstance(line.conclusion, Missing))
-                self._answered_us.update(dict.fromkeys(answered, event.at_us))
+                for line in effect.report.outcomes:
+                    if not isinstance(line.conclusion, Missing):
+                        self._agents[line.agent].answered_us = event.at_us
 
-    def _add_connection(self, event: bus_events.HelloReceived | bus_events.PeerLost | bus_events.JoinReceived) -> None:
+    def _add_connection(
+        self, event: bus_events.HelloReceived | bus_events.PeerLost | bus_events.JoinReceived, name: str
+    ) -> None:
+        agent, now_us = self._agents[name], event.at_us
         half_us = self._bus["agent_timeout_ms"] * 500  # what was silent for less than all of it, was for half of it
+        heads_us = self._bus["head_interval_ms"] * 1000  # with each head, the bus looks which agents are silent
         match event:
             case bus_events.HelloReceived(hello=hello):
-                name = hello.identity.agent
-                if self._lives.setdefault(name, hello.incarnation) != hello.incarnation:
-                    ended_us = self._lost_us.pop(name, event.at_us - half_us)
-                    self._ended_by_us[name] = max(ended_us, self._answered_us.get(name, 0))
-                self._places[name], self._lives[name] = hello.identity, hello.incarnation
-            case bus_events.PeerLost(peer=peer, reason="silent"):
-                self._lost_us.setdefault(agent_of(peer), event.at_us - 2 * half_us)
-            case bus_events.PeerLost(peer=peer, reason="unreachable"):
-                since_us = max(event.at_us - half_us, self._answered_us.get(agent_of(peer), 0))
-                self._lost_us.setdefault(agent_of(peer), since_us)
-            case bus_events.JoinReceived(peer=peer):
-                self._joined_us[agent_of(peer)] = event.at_us
+                if agent.incarnation not in ("", hello.incarnation):
+                    ended_us = now_us - half_us if agent.lost is None else agent.lost[1]
+                    agent.ended_us, agent.lost = max(ended_us, agent.answered_us), None
+                agent.identity, agent.incarnation = hello.identity, hello.incarnation
+            case bus_events.PeerLost(reason="silent" | "unreachable" as reason) if agent.lost is None:
+                what, unheard_us = ("cut", half_us) if reason == "unreachable" else ("silence", 2 * half_us + heads_us)
+                agent.away_us = max(now_us - unheard_us, agent.answered_us, agent.heard_us or 0)
+                agent.lost = what, agent.away_us
+            case bus_events.JoinReceived():
+                agent.joined_us = now_us
                 if self._gathers:
-                    self._ended_us = event.at_us
-                if (lost_us := self._lost_us.pop(agent_of(peer), None)) is not None:
-                    self._failed_us.append(("cut", agent_of(peer), lost_us, event.at_us))
+                    self._ended_us = now_us
+                if agent.lost is not None:
+                    self._failed_us.append((agent.lost[0], name, agent.lost[1], now_us))
+                    agent.lost = None
 
     def _open(self, event: bus_events.Opened, shift_us: int) -> None:
         if self._now_us:
@@ -179,52 +175,63 @@ class _Fitted:
 
     # --- agents -------------------------------------------------------------------------------------------------------
 
+    def begin_agent(self, mark: AgentMark) -> None:
+        """Begin with the state of an agent, unless it is known."""
+        agent = self._agents[mark.agent]
+        if not agent.journal:
+            agent.journal, agent.state = mark.journal, _state_decoder.decode(mark.state)
+
     def add_agent(self, entry: LogEntry) -> None:
         """Add a decision of an agent beside an engine."""
         name, place = entry.agent, identity_of(entry.agent)
         if place.node_rank or place.role != ROLLOUT:
             return
         event: events.Event = entry.typed_event()  # type: ignore[assignment]
-        journal, before = self.states.get(name, ("", AgentState()))
-        before = before if journal == entry.journal else AgentState()
-        state, _ = decide(before, event)
-        self.states[name] = entry.journal, state
-        self.costs.decided_by_agent(name, event, state)
-        at_us = self._clocks[name].bus_ns(event.at_ms) // 1000 if name in self._clocks else 0
-        if isinstance(event, events.Started) and name in self._heard_us:  # again
-            since_us = max(self._heard_us[name], self._ended_by_us.pop(name, 0))
-            self._down_us.setdefault(name, since_us)  # perhaps it ended with its agent
-            joined_us = self._joined_us.get(name, 0)  # it has looked at its engine first
-            self._failed_us += [("agent", name, since_us, at_us), ("cut", name, since_us, joined_us)]
-        self._add_engine(name, at_us, before.engine, state.engine)
-        self._heard_us[name] = at_us
+        agent = self._agents[name]
+        before = agent.state if agent.journal == entry.journal else AgentState()
+        agent.journal, (agent.state, _) = entry.journal, decide(before, event)
+        self.costs.decided_by_agent(name, event, agent.state)
+        at_us = agent.clock.bus_ns(event.at_ms) // 1000 if agent.clock is not None else 0
+        if isinstance(event, events.Started) and agent.heard_us is not None:  # again
+            agent.away_us, agent.ended_us = max(agent.heard_us, agent.ended_us), 0
+            agent.down_us = agent.away_us if agent.down_us is None else agent.down_us  # perhaps it ended with its agent
+            self._failed_us.append(("agent", name, agent.away_us, at_us))
+            self._failed_us.append(("cut", name, agent.away_us, agent.joined_us))  # it has looked at its engine first
+        self._add_engine(name, agent, at_us)
+        agent.heard_us = at_us
         answers = before.engine.tokenizer == "present"
         if isinstance(event, events.EngineReturned | events.Started) and before.activity is not None and answers:
-            self._add_call(name, before.activity, event)
+            self._add_call(agent, before.activity, event, at_us)
 
-    def _add_call(self, name: str, activity: Activity, event: events.EngineReturned | events.Started) -> None:
-        """A call has ended. One that the end of the agent cut off had not until the next one started."""
+    def _add_call(
+        self, agent: _RecordedAgent, activity: Activity, event: events.EngineReturned | events.Started, at_us: int
+    ) -> None:
+        """A call has ended. Of one during which the agent went away, it is only known that it had not ended before."""
         result = event.result if isinstance(event, events.EngineReturned) else None
         fault = result.kind if isinstance(result, events.Fault) else ""
-        call = _AS_MODELLED.get(call := call_name(activity.calls[0]), call)
-        self._calls[call][name].append(max(0, event.at_ms - activity.since_ms) / 1000)
-        self._failed[call][name].append(float(fault in _TOUCHED))
-        self._refused[call][name].append(float(fault not in ("", *_TOUCHED)))
+        call = call_name(activity.calls[0])
+        samples, took_s = agent.calls[_AS_MODELLED.get(call, call)], max(0, event.at_ms - activity.since_ms) / 1000
+        until_away_s = took_s - (at_us - agent.away_us) / 1e6
+        if 0 <= until_away_s < took_s and samples:
+            took_s, fault = until_away_s + samples[-1][0], ""
+        samples.append((took_s, float(fault in _TOUCHED), float(fault not in ("", *_TOUCHED))))
 
-    def _add_engine(self, name: str, at_us: int, known: EngineState, engine: EngineState) -> None:
-        if known.tokenizer == "present" != engine.tokenizer:
-            self._down_us.setdefault(name, at_us)
-        if known.instance is not None and engine.instance is not None and engine.instance != known.instance:
-            self._failed_us.append(("engine", name, self._down_us.get(name, at_us), at_us))
-        if engine.tokenizer == "present":
-            self._engine = engine.name
-            self._down_us.pop(name, None)
+    def _add_engine(self, name: str, agent: _RecordedAgent, at_us: int) -> None:
+        engine = agent.state.engine
+        if engine.tokenizer != "present":
+            agent.down_us = at_us if agent.down_us is None and agent.instance else agent.down_us
+            return
+        instance = engine.instance or agent.instance
+        if agent.instance not in ("", instance):
+            self._failed_us.append(("engine", name, at_us if agent.down_us is None else agent.down_us, at_us))
+        self._engine, agent.instance, agent.down_us = engine.name, instance, None
 
     # --- results ------------------------------------------------------------------------------------------------------
 
     def tree(self, costs: RunCosts) -> Tree:
         """Return the model."""
-        primaries = [place for place in self._places.values() if place.role == ROLLOUT and not place.node_rank]
+        places = [agent.identity for agent in self._agents.values() if agent.identity is not None]
+        primaries = [place for place in places if place.role == ROLLOUT and not place.node_rank]
         return {
             "steps": costs.syncs,
             "step": [list(self._steps) or [0.0]],
@@ -234,24 +241,37 @@ class _Fitted:
                 "gpus": primaries[0].gpus_per_node,
                 "engine": next((kind for kind in KINDS if kind in self._engine), KINDS[0]),
             },
-            "calls": self._calls.in_order(),
+            "calls": self._in_order(0),
             "failures": {
-                "calls": self._failed.in_order(),
-                "refused": self._refused.in_order(),
+                "calls": self._in_order(1),
+                "refused": self._in_order(2),
                 "recorded": list(self._recorded()),
             },
             "policy": self._policy,
             "bus": self._bus,
         }
 
+    def _in_order(self, part: int) -> Tree:
+        """Return one part of the samples of each modelled call, replica by replica."""
+        agents = [self._agents[name] for name in sorted(self._agents, key=agent_order)]
+        found: dict[str, list[list[float]]] = {
+            call: [[sample[part] for sample in agent.calls[call]] for agent in agents if call in agent.calls]
+            for call in CallTimes.__struct_fields__
+        }
+        return {call: series for call, series in found.items() if series}
+
     def _recorded(self) -> Iterator[Tree]:
         """Yield what failed since the first sync began, to the end of the log if it was not over."""
-        for what, lasting in ("agent", self._lost_us), ("engine", self._down_us):
-            self._failed_us += [(what, name, since_us, self._now_us) for name, since_us in lasting.items()]
-        for what, agent, since_us, until_us in self._failed_us:
+        for name, agent in self._agents.items():
+            if agent.lost is not None:
+                what, since_us = agent.lost
+                self._failed_us.append((what if what == "silence" else "agent", name, since_us, self._now_us))
+            if agent.down_us is not None:
+                self._failed_us.append(("engine", name, agent.down_us, self._now_us))
+        for what, whose, since_us, until_us in self._failed_us:
             at = bisect_right(self._parts, since_us, key=itemgetter(0))
             if at:
                 began_us, sync, phase = self._parts[at - 1]
                 after_s, lasts_s = (since_us - began_us) / 1e6, max(0, until_us - since_us) / 1e6
                 times: Tree = {"after": min(DAY_S, after_s), "lasts": min(DAY_S, lasts_s)}
-                yield {"what": what, "agent": agent, "sync": sync, "phase": phase, **times}
+                yield {"what": what, "agent": whose, "sync": sync, "phase": phase, **times}

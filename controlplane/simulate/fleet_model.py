@@ -1,15 +1,10 @@
 """The model of a fleet: how large, how fast, how often it fails, and by which policy it is synced. A TOML file.
 
-Times are in seconds. Each is one number, or `{ median = 12.0, p99 = 30.0 }` (lognormal), or a list of measured values,
-of which each is as likely as the others. A list of lists is taken in order, each list by another replica.
+docs/simulate.md has a table of the keys and their units.
 """
 
 import tomllib
-from collections.abc import Iterator
 from copy import deepcopy
-from itertools import cycle
-from math import exp, log
-from random import Random
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct, defstruct
@@ -27,8 +22,6 @@ Tree = dict[str, object]
 """A TOML file, as it is read."""
 PerHour = Annotated[float, Meta(ge=0, le=3600, description="a number per hour, at most 3600")]
 Share = Annotated[float, Meta(ge=0, le=1, description="a number from 0 to 1")]
-P99: Final = 2.3263
-"""Of the standard normal distribution."""
 
 
 class Spread(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,36 +43,8 @@ Duration = Annotated[
 ]
 
 
-def drawn(duration: Duration, rng: Random, replica: int) -> Iterator[float]:
-    """Yield values, in seconds, for ever.
-
-    Args:
-        duration: Of what.
-        rng: What it is drawn by.
-        replica: Whose values they are.
-    """
-    if isinstance(duration, tuple):
-        series = [values for values in duration if isinstance(values, tuple)]
-        if series:
-            yield from cycle(series[replica % len(series)])
-        while True:
-            yield rng.choice(duration)  # type: ignore[misc]
-    while not isinstance(duration, Spread):
-        yield duration
-    sigma = log(duration.p99 / duration.median) / P99
-    while True:
-        yield duration.median * exp(rng.gauss(0, sigma))
-
-
 class FleetSize(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the fleet is made of.
-
-    Attributes:
-        replicas: How many.
-        nodes: Of each replica.
-        gpus: On each node.
-        engine: What its engines report of themselves.
-    """
+    """What the fleet is made of."""
 
     replicas: Positive = 8
     nodes: NodeCount = 1
@@ -105,18 +70,12 @@ CallFailures = defstruct(
 
 
 class RecordedFailure(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A failure of a recorded run, which happens where it did then.
+    """A failure of a recorded run, which happens where it did then; `--from` fills them in.
 
-    Attributes:
-        what: What fails: see `Failures`.
-        agent: Whose; empty for the trainer's.
-        sync: Number of the sync during which it happened, or after which; the first is 1.
-        phase: Of that sync; `step` after it.
-        after: Seconds since that began.
-        lasts: Seconds until it was over.
+    In a `silence` the agent hears and says nothing on a connection that stands. The trainer has no `agent`.
     """
 
-    what: Literal["engine", "agent", "cut", "trainer"]
+    what: Literal["engine", "agent", "cut", "silence", "trainer"]
     agent: str = ""
     sync: Positive
     phase: SyncPhase | Literal["step"]
@@ -125,17 +84,7 @@ class RecordedFailure(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Failures(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How often each replica fails, and for how long.
-
-    Attributes:
-        engine_per_hour: Its engine dies, and is back after `engine_s`.
-        agent_per_hour: Its agent dies, and is back after `agent_s`.
-        cut_per_hour: Its agent is cut off from the bus for `cut_s`.
-        trainer_per_hour: The trainer dies, with its bus, and is back after `trainer_s`; of the fleet, not each replica.
-        calls: Share of the engine calls that fail. After a load that failed, the engine has to load again.
-        refused: Share of them that are refused: the engine is as it was.
-        recorded: What failed in a recorded run; `--from` fills it.
-    """
+    """How often each replica fails, and for how long."""
 
     engine_per_hour: PerHour = 0.0
     engine_s: Duration = 120.0
@@ -151,16 +100,7 @@ class Failures(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the trainer syncs.
-
-    Attributes:
-        sync: What is synced: base weights, or a LoRA adapter.
-        quorum: Replicas that must load: `majority`, `all` of the fleet, or a number.
-        absent: `skip` or `wait`, the `on_unreachable` of `sync_weights`.
-        in_flight: What happens to running requests; `wait` waits for them.
-        timeout: Of each phase, in seconds.
-        keep: Versions of an adapter that stay loaded.
-    """
+    """How the trainer syncs."""
 
     sync: Literal["weights", "adapter"] = "weights"
     quorum: Positive | Literal["all", "majority"] = "majority"
@@ -171,17 +111,7 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class FleetModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fleet and its policy.
-
-    Attributes:
-        seed: Of all that is drawn: the same model gives the same run.
-        steps: Syncs to simulate.
-        step: Time from the end of a sync to the next one.
-        network: One way between an agent and the bus.
-        requests: How long the running requests of an engine still take when a pause waits for them.
-        calls: How long engine calls take; no time if left out.
-        bus: Settings of the bus.
-    """
+    """A fleet and its policy."""
 
     seed: Count = 0
     steps: Annotated[int, Meta(ge=1, le=1_000_000)] = 100

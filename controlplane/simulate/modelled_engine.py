@@ -10,11 +10,10 @@ from schemas.identity import Operation
 
 Kind = Literal["tiny", "sglang", "vllm", "verl"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+_PAUSES: Final = frozenset({Operation.PAUSE, Operation.RESUME})
 IDEMPOTENT: Final[Mapping[Kind, frozenset[Operation]]] = {
-    "tiny": frozenset({Operation.PAUSE, Operation.RESUME}),
-    "sglang": frozenset({Operation.PAUSE, Operation.RESUME}),
-    "vllm": frozenset({Operation.PAUSE, Operation.RESUME, Operation.SLEEP, Operation.WAKE}),
-    "verl": frozenset({Operation.PAUSE, Operation.RESUME}),
+    **dict.fromkeys(KINDS, _PAUSES),
+    "vllm": _PAUSES | {Operation.SLEEP, Operation.WAKE},
 }
 """What may be asked of them twice."""
 LAUNCH_LABEL: Final = "default"
@@ -46,58 +45,51 @@ class ModelledEngine:
     """The engine of one replica.
 
     Attributes:
-        launch: Number of its launch.
         ready: It answers.
     """
 
     def __init__(self, kind: Kind) -> None:
-        self.kind = kind
-        self.launch, self.ready = 0, True
-        self._begin()
-
-    def _begin(self) -> None:
-        self.launch += 1
-        self._paused, self._version, self._label = False, 0, LAUNCH_LABEL
-        self._adapters: dict[str, str] = {}
+        self.ready = True
+        self._state = events.Observation(
+            engine=kind,
+            instance="launch 1",
+            tokenizer="present",
+            operations=frozenset(Operation),
+            remedies=events.Remedies(idempotent=IDEMPOTENT[kind]),
+            generating=True,
+            asleep=frozenset(),
+            profiling=False,
+            version=0,
+            label=LAUNCH_LABEL,
+            adapters={},
+        )
+        self._kind, self._launch, self._launched = kind, 1, self._state
 
     def end(self) -> None:
         """Die, with all that it holds."""
-        self._begin()
-        self.ready = False
+        self.ready, self._launch = False, self._launch + 1
+        self._state = replace(self._launched, instance=f"launch {self._launch}")
 
     def observe(self) -> events.Observation:
         """Return what a backend would read now."""
         if not self.ready:
-            return events.Observation(engine=self.kind, tokenizer="unknown")
-        state = events.Observation(
-            engine=self.kind,
-            instance=f"launch {self.launch}",
-            tokenizer="present",
-            operations=frozenset(Operation),
-            remedies=events.Remedies(idempotent=IDEMPOTENT[self.kind]),
-            generating=not self._paused,
-            asleep=frozenset(),
-            profiling=False,
-            version=self._version,
-            label=self._label,
-            adapters=dict(self._adapters),
-        )
-        return reported(self.kind, state, self._paused)
+            return events.Observation(engine=self._kind, tokenizer="unknown")
+        return reported(self._kind, self._state, stopped=not self._state.generating)
 
     def carry_out(self, call: events.Call, result: events.Returned | events.Fault) -> None:
         """Do what a call with this result does. After a load that failed, nothing is known of the weights."""
-        if isinstance(result, events.Fault):
-            if isinstance(call, events.Load | events.Restore) and result.kind != "refused":
-                self._version, self._label = 0, "torn"
-            return
+        state, adapters = self._state, self._state.adapters or {}
         match call:
-            case events.Pause():
-                self._paused = True
-            case events.Resume():
-                self._paused = False
+            case events.Load() | events.Restore() if isinstance(result, events.Fault):
+                self._state = state if result.kind == "refused" else replace(state, version=0, label="torn")
+            case _ if isinstance(result, events.Fault):
+                pass
+            case events.Pause() | events.Resume():
+                self._state = replace(state, generating=isinstance(call, events.Resume))
             case events.Load():
-                self._version, self._label = call.version, call.label or str(call.version)
+                self._state = replace(state, version=call.version, label=call.label or str(call.version))
             case events.LoadAdapter():
-                self._adapters[call.adapter.model] = call.adapter.path
+                self._state = replace(state, adapters={**adapters, call.adapter.model: call.adapter.path})
             case events.UnloadAdapter():
-                self._adapters.pop(call.model, None)
+                left = {model: path for model, path in adapters.items() if model != call.model}
+                self._state = replace(state, adapters=left)

@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from controlplane.simulate.luck import Outcome
 from schemas import events
 from schemas.commands import SyncPhase
 from schemas.reports import SyncReport
 from workers.machine.state import call_name
 
 if TYPE_CHECKING:
-    from controlplane.simulate.simulator import Outcome, SimulatedAgent, Simulation
+    from controlplane.simulate.simulator import SimulatedAgent, Simulation
 
 TURN_US: Final = 200
 """Between two turns of the bus."""
@@ -44,10 +45,9 @@ class QuietSyncs:
 
     def concluded(self, report: SyncReport) -> None:
         """They end the sync."""
-        replicas = [agent.name for agent in self._run.agents.values() if agent.engine is not None]
-        names = [[[call_name(call) for call in calls[name]] for calls in self._phases] for name in replicas]
-        whole = len(report.loaded) == len(replicas) and not report.flawed and names.count(names[0]) == len(names)
-        self._shape = [calls[replicas[0]] for calls in self._phases] if whole else []
+        names = [[[call_name(call) for call in calls[name]] for calls in self._phases] for name in self._run.agents]
+        whole = len(report.loaded) == len(names) and not report.flawed and names.count(names[0]) == len(names)
+        self._shape = [calls["0.0"] for calls in self._phases] if whole else []
 
     def draw(self) -> int | None:
         """Draw a sync that begins now, and count its costs. Return when it ends (µs), or None if it is not quiet."""
@@ -81,10 +81,10 @@ class _DrawnReplica:
     def draw(self, calls: Sequence[events.Call], begun_us: int) -> int:
         """Return when the bus has the answer of a phase that it published at a moment (µs)."""
         at_us = begun_us + self.agent.network_us()
-        for call in calls if self.agent.engine is not None else ():
+        for call in calls:
             if isinstance(call, events.Pause):
                 self.paused_us -= at_us
-            outcome = result, took_us = self.agent.draw(call)
+            outcome = result, took_us = self.agent.calls.draw(call)
             self._draws.append((call, outcome))
             self.goes_well = self.goes_well and isinstance(result, events.Returned)
             at_us += took_us
@@ -95,4 +95,4 @@ class _DrawnReplica:
     def put_back(self) -> None:
         """Have the machines meet what was drawn."""
         for call, outcome in reversed(self._draws):
-            self.agent.put_back(call, outcome)
+            self.agent.calls.put_back(call, outcome)

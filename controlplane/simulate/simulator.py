@@ -1,24 +1,22 @@
 """Runs a modelled fleet: the machines of agents and coordinator decide, and everything around them is drawn.
 
 The shells here do what the real ones do, as far as it costs time: they ask their machine, make calls and send messages.
-All luck comes from the seed, in a sequence of its own for each place and kind of call, so that two policies meet the
-same engines.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable
 from heapq import heappop, heappush
-from random import Random
 from typing import Any, Final
 
 from msgspec import convert
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from controlplane.machine import coordinator
 from controlplane.machine import events as bus_events
 from controlplane.machine.coordinator_state import CoordinatorState
 from controlplane.simulate.costs import CostCounter, RunCosts
-from controlplane.simulate.fleet_model import Chance, Duration, FleetModel, RecordedFailure, drawn
+from controlplane.simulate.fleet_model import Duration, FleetModel, RecordedFailure
+from controlplane.simulate.luck import NO_ANSWER, RETURNED, SECOND, DrawnCalls, Luck
 from controlplane.simulate.modelled_engine import ModelledEngine
 from controlplane.simulate.quiet import TURN_US, QuietSyncs
 from controlplane.simulate.virtual_clock import VirtualClock
@@ -31,17 +29,11 @@ from schemas.reports import SyncReport
 from workers.link.heartbeat import status_of
 from workers.machine import decide as machine
 from workers.machine.observe import SHOWS_NOTHING
-from workers.machine.state import AgentState, call_name
+from workers.machine.state import AgentState
 
-Outcome = tuple[events.Returned | events.Fault, int]
-SECOND: Final = 1_000_000
-"""Of the clock, which counts in µs."""
 AGAIN_US: Final = SECOND
 """Until an agent that was turned away says hello again, and until one has seen what became of its engine."""
 WEEK_US: Final = 7 * 24 * 3600 * SECOND
-RETURNED: Final = events.Returned()
-NO_ANSWER: Final[Outcome] = (events.Fault("engine_error", "the engine does not answer."), 1000)
-NO_ENGINE: Final = events.Observation(engine="modelled", tokenizer="absent")
 
 
 def simulate(model: FleetModel) -> RunCosts:
@@ -58,22 +50,15 @@ class Simulation:
 
     def __init__(self, model: FleetModel) -> None:
         self.model, self.clock, self.costs = model, VirtualClock(), CostCounter()
-        self._luck: dict[tuple[str, str], Random] = {}
-        self._values: dict[tuple[str, str], Iterator[float]] = {}
+        self.luck = Luck(model.seed)
         self._failures_us: list[int] = []  # a heap
         self.recorded: defaultdict[int, list[RecordedFailure]] = defaultdict(list)  # by sync: what is still to come
         for failure in model.failures.recorded:
             self.recorded[failure.sync].append(failure)
-        self.fixed = _fixed(model)
         self.fixed_network_us = round(model.network * SECOND) if isinstance(model.network, float | int) else None
         self.quiet = QuietSyncs(self)
         self.bus = SimulatedBus(self)
-        size = model.fleet
-        places = [(replica, node) for replica in range(size.replicas) for node in range(size.nodes)]
-        agents = (
-            SimulatedAgent(self, Identity(replica=replica, node_rank=node, nnodes=size.nodes, gpus_per_node=size.gpus))
-            for replica, node in places
-        )
+        agents = [SimulatedAgent(self, replica) for replica in range(model.fleet.replicas)]
         self.agents = {agent.name: agent for agent in agents}
 
     def run(self) -> RunCosts:
@@ -87,29 +72,9 @@ class Simulation:
                 raise ConfigError(f"after {self.costs.syncs} syncs there is less than one a week: it fails too often")
         return self.costs.finish()
 
-    def luck(self, place: str, what: str) -> Random:
-        """Return the luck of one thing at one place."""
-        if (place, what) not in self._luck:
-            self._luck[place, what] = Random(f"{self.model.seed} {place} {what}")
-        return self._luck[place, what]
-
     def after(self, duration: Duration, place: str, what: str, act: Callable[..., None], *args: Any) -> None:
         """Have something happen after a time that is drawn."""
-        self.clock.at(self.drawn_us(duration, place, what), act, *args)
-
-    def drawn_us(self, duration: Duration, place: str, what: str) -> int:
-        return round(self._drawn(duration, place, what) * SECOND)
-
-    def happens(self, chance: Chance, place: str, what: str) -> bool:
-        share = self._drawn(chance, place, what)
-        return share > 0 and self.luck(place, f"{what} happens").random() < share
-
-    def _drawn(self, values: Duration, place: str, what: str) -> float:
-        if isinstance(values, float | int):
-            return values
-        if (place, what) not in self._values:
-            self._values[place, what] = drawn(values, self.luck(place, what), int(place.partition(".")[0] or 0))
-        return next(self._values[place, what])
+        self.clock.at(self.luck.us(duration, place, what), act, *args)
 
     def fail(self, per_hour: float, place: str, what: str, act: Callable[[Duration], None], lasts: Duration) -> None:
         """Have something fail at random, again and again."""
@@ -119,7 +84,7 @@ class Simulation:
             act(lasts)
 
         if per_hour:
-            self._fail_after(self.luck(place, what).expovariate(per_hour / 3600), again)
+            self._fail_after(self.luck.of(place, what).expovariate(per_hour / 3600), again)
 
     def _fail_after(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
         wait_us = round(seconds * SECOND)
@@ -147,37 +112,32 @@ class Simulation:
         return bool(self._failures_us) and self._failures_us[0] <= at_us
 
 
-def _fixed(model: FleetModel) -> dict[str, Outcome]:
-    """Return how each call ends of which nothing is drawn."""
-    fixed: dict[str, Outcome] = {}
-    for name, took in asdict(model.calls).items():
-        fails = getattr(model.failures.calls, name), getattr(model.failures.refused, name)
-        if isinstance(took, float | int) and fails == (0, 0) and (name, model.policy.in_flight) != ("pause", "wait"):
-            fixed[name] = RETURNED, round(took * SECOND)
-    return fixed
-
-
 class SimulatedAgent:
-    """An agent, and the engine beside it if it is the first of its replica. Its journal keeps `state`."""
+    """The agent of a replica's first node, and the engine beside it. Its journal keeps `state`."""
 
-    def __init__(self, run: Simulation, identity: Identity) -> None:
-        self.run, self.model, self.clock, self.identity = run, run.model, run.clock, identity
-        self.name = identity.agent
-        self.engine = None if identity.node_rank else ModelledEngine(run.model.fleet.engine)
+    def __init__(self, run: Simulation, replica: int) -> None:
+        self.run, self.model, self.clock, size = run, run.model, run.clock, run.model.fleet
+        self.identity = Identity(replica=replica, node_rank=0, nnodes=size.nodes, gpus_per_node=size.gpus)
+        self.name = self.identity.agent
+        self.engine, self.calls = ModelledEngine(size.engine), DrawnCalls(run.model, run.luck, self.name)
         self.state = AgentState()
         self.alive = self._cut = self._beats = False
         self.peer = ""  # its connection; empty while there is none
+        self.standing = ""  # one that carries nothing, and that the bus can't tell from another
         self._life = self._connections = self._call_id = 0
         self._arrivals_us: dict[str, int] = {}
         self._deadline_ms: int | None = None
         self._seen: events.Observation | None = None
         self._sent: tuple[int, AgentStatus] | None = None
-        self._ahead: defaultdict[str, deque[Outcome]] = defaultdict(deque)  # of the next calls of a name
 
     @property
     def is_settled(self) -> bool:
         """Whether it is connected, and makes no call."""
         return bool(self.peer) and not self._call_id
+
+    @property
+    def _trigger(self) -> events.CommandReceived | None:
+        return self.state.activity.trigger if self.state.activity is not None else None
 
     @property
     def now_ms(self) -> int:
@@ -195,30 +155,33 @@ class SimulatedAgent:
         failures = self.model.failures
         self.run.fail(failures.agent_per_hour, self.name, "agent", self._die, failures.agent_s)
         self.run.fail(failures.cut_per_hour, self.name, "cut", self._be_cut_off, failures.cut_s)
-        if self.engine is not None:
-            self.run.fail(failures.engine_per_hour, self.name, "engine", self._lose_engine, failures.engine_s)
+        self.run.fail(failures.engine_per_hour, self.name, "engine", self._lose_engine, failures.engine_s)
 
     def fail(self, what: str, lasts: Duration) -> None:
         """Have something fail that an agent has seen fail, and for as long as it saw that."""
-        if what == "engine":
-            self._lose_engine(lasts, seen_us=0)
-        else:
-            (self._die if what == "agent" else self._be_cut_off)(lasts)
+        match what:
+            case "engine":
+                self._lose_engine(lasts, seen_us=0)
+            case "agent":
+                self._die(lasts)
+            case _:
+                self._be_cut_off(lasts, connection_stands=what == "silence")
 
     def _die(self, lasts: Duration) -> None:
         """The call in flight is carried out all the same, or not."""
         if self.alive:
-            engine, calls = self.engine, self.state.activity.calls if self.state.activity is not None else ()
-            if engine is not None and calls and self.run.luck(self.name, "dies").random() < 0.5:
-                engine.carry_out(calls[0], events.Returned())
+            activity = self.state.activity
+            if activity is not None and self.run.luck.of(self.name, "dies").random() < 0.5:
+                self.engine.carry_out(activity.calls[0], RETURNED)
             self.alive, self._call_id = False, 0
             self.lose_bus()
             self.run.after(lasts, self.name, "agent back", self.begin)
 
-    def _be_cut_off(self, lasts: Duration) -> None:
+    def _be_cut_off(self, lasts: Duration, connection_stands: bool = False) -> None:
         if not self._cut:
-            self._cut = True
+            self._cut, peer = True, self.peer
             self.lose_bus()
+            self.standing = peer if connection_stands else ""
             self.run.after(lasts, self.name, "cut off", self._be_back)
 
     def _be_back(self) -> None:
@@ -226,19 +189,18 @@ class SimulatedAgent:
         self.connect()
 
     def _lose_engine(self, lasts: Duration, seen_us: int = AGAIN_US) -> None:
-        if self.engine is not None and self.engine.ready:
+        if self.engine.ready:
             self.engine.end()
             self._return(self._call_id, events.Fault("engine_error", "the engine died."))
             self.clock.at(seen_us, self._look)
             self.run.after(lasts, self.name, "engine back", self._regain_engine, seen_us)
 
     def _regain_engine(self, seen_us: int) -> None:
-        if self.engine is not None:
-            self.engine.ready = True
-            self.clock.at(seen_us, self._look)
+        self.engine.ready = True
+        self.clock.at(seen_us, self._look)
 
     def _look(self) -> None:
-        seen = NO_ENGINE if self.engine is None else self.engine.observe()
+        seen = self.engine.observe()
         if not self._call_id and seen != self._seen:
             self._seen = seen
             self.feed(events.EngineObserved(at_ms=self.now_ms, observation=seen))
@@ -255,8 +217,7 @@ class SimulatedAgent:
             self._perform(effect)
         if self.state is before:
             return
-        if self.engine is not None:
-            self.run.costs.decided_by_agent(self.name, event, self.state)
+        self.run.costs.decided_by_agent(self.name, event, self.state)
         deadline_ms = machine.next_deadline(self.state)
         if deadline_ms is not None and deadline_ms != self._deadline_ms:
             self._deadline_ms = deadline_ms
@@ -293,42 +254,19 @@ class SimulatedAgent:
 
     def _call(self, call_id: int, call: events.Call) -> None:
         self._call_id = call_id
-        answers = self.engine is not None and self.engine.ready
-        result, took_us = self.draw(call) if answers else NO_ANSWER
-        if self.state.activity is not None and self.state.activity.trigger is not None:
+        result, took_us = self.calls.draw(call) if self.engine.ready else NO_ANSWER
+        if self._trigger is not None:
             self.run.quiet.called(self.name, call)
         self.clock.at(took_us, self._return, call_id, result, call)
-
-    def put_back(self, call: events.Call, outcome: Outcome) -> None:
-        """Have a call of this name end as was drawn for it."""
-        if call_name(call) not in self.run.fixed:
-            self._ahead[call_name(call)].appendleft(outcome)
-
-    def draw(self, call: events.Call) -> Outcome:
-        """Return how a call ends, and how long it takes (µs)."""
-        name, failures = call_name(call), self.model.failures
-        if name in self.run.fixed:
-            return self.run.fixed[name]
-        if ahead := self._ahead[name]:
-            return ahead.popleft()
-        took_us = self.run.drawn_us(getattr(self.model.calls, name, 0.0), self.name, name)
-        if self.run.happens(getattr(failures.refused, name, 0.0), self.name, f"{name} refused"):
-            checks = isinstance(call, events.CheckSource | events.CheckAdapter)
-            return events.Fault("source_refused" if checks else "refused", "it is refused, as modelled."), took_us
-        if self.run.happens(getattr(failures.calls, name, 0.0), self.name, f"{name} fails"):
-            return events.Fault("engine_error", "it fails, as modelled."), took_us
-        if isinstance(call, events.Pause) and call.mode == "wait":
-            took_us += self.run.drawn_us(self.model.requests, self.name, "requests")
-        return RETURNED, took_us
 
     def _return(self, call_id: int, result: events.Returned | events.Fault, call: events.Call | None = None) -> None:
         """A call ends, unless it was cut off."""
         if not call_id or call_id != self._call_id:
             return
         self._call_id, seen = 0, None
-        if self.engine is not None and call is not None:
+        if call is not None:
             self.engine.carry_out(call, result)
-        if self.engine is not None and (type(call) not in SHOWS_NOTHING or isinstance(result, events.Fault)):
+        if type(call) not in SHOWS_NOTHING or isinstance(result, events.Fault):
             seen = self._seen = self.engine.observe()
         self.feed(events.EngineReturned(at_ms=self.now_ms, call_id=call_id, result=result, observation=seen))
 
@@ -346,11 +284,12 @@ class SimulatedAgent:
             self._send(replace(hello, attempt=self._connections))
 
     def lose_bus(self) -> None:
-        """The connection breaks: the lease runs out without another one, and the bus notices the silence."""
-        peer, self.peer = self.peer, ""
+        """The connection breaks: the lease runs out without another one, and with a head the bus notices."""
+        peer, self.peer, self.standing = self.peer, "", ""
         self.clock.at(self.model.bus.lease_ms * 1000, self._end_lease, self._connections)
         if peer:
-            self.clock.at(self.model.bus.agent_timeout_ms * 1000, self.run.bus.miss, peer)
+            silent_us, heads_us = self.model.bus.agent_timeout_ms * 1000, self.model.bus.head_interval_ms * 1000
+            self.clock.at(silent_us + -(self.clock.now + silent_us) % heads_us, self.run.bus.miss, peer)
 
     def _end_lease(self, connections: int) -> None:
         if not self.peer and self._connections == connections:
@@ -369,7 +308,7 @@ class SimulatedAgent:
     def network_us(self) -> int:
         """Return how long a message is on its way."""
         fixed_us = self.run.fixed_network_us
-        return self.run.drawn_us(self.model.network, self.name, "network") if fixed_us is None else fixed_us
+        return self.run.luck.us(self.model.network, self.name, "network") if fixed_us is None else fixed_us
 
     def on_command(self, peer: str, epoch: int, record: wire.CommandRecord, command: Command | UnknownCommand) -> None:
         """Take a command, published or resent."""
@@ -395,10 +334,15 @@ class SimulatedAgent:
             case wire.Snapshot(desired=desired):
                 self.feed(events.SnapshotReceived(at_ms=self.now_ms, epoch=epoch, seq=seq, desired=desired))
             case wire.Replay(records=records):
-                for record in records:
-                    self.on_command(peer, epoch, record, wire.decode_command(record.envelope.body))
+                for record in records:  # most often of what it is doing: it answers that when it is done
+                    if (trigger := self._trigger) is None or (trigger.epoch, trigger.seq) != (epoch, record.seq):
+                        self.on_command(peer, epoch, record, wire.decode_command(record.envelope.body))
             case wire.Rejoin():
-                self.clock.at(AGAIN_US, self.connect)
+                self.clock.at(AGAIN_US, self._connect_again, peer)
+
+    def _connect_again(self, peer: str) -> None:
+        if self.peer == peer:  # it was told more than once
+            self.connect()
 
 
 class SimulatedBus:
@@ -525,9 +469,9 @@ class SimulatedBus:
                         agent.deliver("publications", agent.on_command, agent.peer, epoch, record, command)
             case bus_events.Send(peer=peer) | bus_events.Ping(peer=peer):
                 agent = self.run.agents[agent_of(peer)]
-                if agent.peer != peer:
+                if peer not in (agent.peer, agent.standing):
                     self._feed(bus_events.PeerLost(at_us=0, peer=peer, reason="unreachable"))
-                elif isinstance(effect, bus_events.Send):
+                elif isinstance(effect, bus_events.Send) and agent.peer:
                     agent.deliver("down", agent.on_message, peer, effect.epoch, effect.seq, effect.message)
             case bus_events.Conclude(report=SyncReport() as report):
                 self.run.quiet.concluded(report)

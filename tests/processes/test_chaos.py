@@ -1,5 +1,6 @@
 """Game days on real processes: each fault happens, is in the log, and the fleet is whole again."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 
 from controlplane import ControlPlane
 from controlplane.cli import chaos
+from controlplane.cli.__main__ import run
 from controlplane.record.log import RunLog
 from controlplane.report.collect import collect
 from controlplane.staging import StagingFleet
@@ -190,7 +192,7 @@ def test_a_trainer_that_ignores_sigterm_is_killed_when_the_time_to_watch_is_over
     assert isinstance(done.exception, LogError), "no bus has written a log"
 
 
-def test_a_fleet_that_is_not_whole_at_the_end_is_judged_so(tmp_path: Path) -> None:
+def test_a_fleet_that_is_not_whole_at_the_end_is_judged_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log, places = tmp_path / "run.db", [Identity(replica=replica, node_rank=0) for replica in (0, 1)]
     engines = dict(zip(places, (Engine(), OutOfMemory()), strict=True))
     with ControlPlane(ADDRESS, log=log) as plane, agents(plane.address, tmp_path, engines):
@@ -200,6 +202,10 @@ def test_a_fleet_that_is_not_whole_at_the_end_is_judged_so(tmp_path: Path) -> No
         assert report.quarantined == (1,)
     with pytest.raises(CommandFailed, match="not whole at the end"):
         StagingFleet(tmp_path).judge(log)
+    assert run(["chaos", "run", str(tmp_path / "faults.toml"), "--log", str(log), "--json"]) == 1
+    judged = json.loads(capsys.readouterr().out)
+    assert (judged["good"], judged["faults"], judged["violations"]) == (False, [], [])
+    assert "not whole at the end" in judged["verdict"][-1]
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ from controlplane.simulate.fit import fit
 from controlplane.simulate.fleet_model import checked, varied
 from controlplane.simulate.simulator import simulate
 from controlplane.staging import StagingFleet
+from schemas.config import BusConfig
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
 
 FAULTS = """
@@ -45,14 +46,15 @@ replicas = [2]
 rate = 0.3
 times = 0
 """
-DEATH = """
+SLOW = """
 [[fault]]
 name = "slow loads"
 what = "slow"
 call = "load"
 seconds = 0.4
 times = 0
-
+"""
+DEATH = """
 [[fault]]
 name = "dies, with its engine"
 what = "kill_agent"
@@ -61,12 +63,29 @@ version = 4
 phase = "load"
 after_s = 0.2
 """
+STOP = """
+[[fault]]
+name = "stands still"
+what = "stop_agent"
+replicas = [1]
+version = 4
+phase = "load"
+after_s = 0.2
+seconds = 4.0
+
+[[fault]]
+name = "and its load gets no answer"
+what = "lose_answer"
+replicas = [1]
+version = 4
+call = "load"
+"""
 STEPS = 12
 
 
-def sync(fleet: StagingFleet, folder: Path, quorum: int) -> list[LogItem]:
+def sync(fleet: StagingFleet, folder: Path, quorum: int, config: BusConfig | None = None) -> list[LogItem]:
     """Record syncs of three replicas, and return all of the run's log."""
-    with ControlPlane(fleet.bus, log=folder / "run.db", checkpoints=folder, run="auto") as plane:
+    with ControlPlane(fleet.bus, log=folder / "run.db", checkpoints=folder, run="auto", config=config) as plane:
         plane.wait_for_agents(3, timeout=100).wait()
         for _ in range(STEPS):
             report = plane.sync_weights(None, "weights", quorum=quorum).wait()
@@ -102,7 +121,7 @@ def test_a_recorded_run_is_simulated_as_it_was_and_another_policy_as_it_is(tmp_p
 
 def test_an_agent_that_died_in_a_recorded_run_dies_again_at_the_same_time_and_for_as_long(tmp_path: Path) -> None:
     save(TinyModel(TinyConfig()), tmp_path / "weights")
-    with StagingFleet(tmp_path, 3, DEATH, tmp_path) as fleet:
+    with StagingFleet(tmp_path, 3, SLOW + DEATH, tmp_path) as fleet:
         tree, recorded = fit(sync(fleet, tmp_path, quorum=1))
     model = checked(tree, "run.db")
     died = [(failure.what, failure.agent, failure.sync, failure.phase) for failure in model.failures.recorded]
@@ -110,4 +129,21 @@ def test_an_agent_that_died_in_a_recorded_run_dies_again_at_the_same_time_and_fo
     again = simulate(model)
     assert (again.syncs, again.aborted, again.left_out) == (STEPS, recorded.aborted, recorded.left_out)
     for name in ("hours", "sync_p50", "sync_p99", "paused", "down", "lost_share"):  # the stated error
+        assert getattr(again, name) == pytest.approx(getattr(recorded, name), rel=0.1), name
+
+
+def test_an_agent_that_stood_still_in_a_recorded_run_is_given_up_for_silence_again(tmp_path: Path) -> None:
+    save(TinyModel(TinyConfig()), tmp_path / "weights")
+    with StagingFleet(tmp_path, 3, SLOW + STOP, tmp_path) as fleet:
+        config = BusConfig(head_interval_ms=100, heartbeat_ms=200, agent_timeout_ms=2_000)
+        tree, recorded = fit(sync(fleet, tmp_path, quorum=1, config=config))
+    model = checked(tree, "run.db")
+    still = [(failure.what, failure.agent, failure.sync, failure.phase) for failure in model.failures.recorded]
+    assert still == [("silence", "1.0", 4, "load")]
+    calm = simulate(checked(varied(tree, "failures.recorded", "[]"), "run.db"))
+    assert calm.sync_p99 < recorded.sync_p99, "a call takes no longer because its agent stands still"
+    assert (calm.aborted, calm.left_out) == (0, 0), "nor does it fail"
+    again = simulate(model)
+    assert (again.syncs, again.aborted, again.left_out) == (STEPS, recorded.aborted, recorded.left_out)
+    for name in ("hours", "sync_p50", "sync_p99", "lost_share"):  # the stated error
         assert getattr(again, name) == pytest.approx(getattr(recorded, name), rel=0.1), name

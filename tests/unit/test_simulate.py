@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 from controlplane.cli.__main__ import cli, run
 from controlplane.machine.events import HelloReceived, PeerLost
@@ -18,7 +19,9 @@ from controlplane.simulate.modelled_engine import Kind
 from controlplane.simulate.quiet import QuietSyncs
 from controlplane.simulate.simulator import Simulation, simulate
 from schemas.errors import ConfigError
+from schemas.events import EngineObserved
 from schemas.profiler.conversion import read_toml
+from schemas.wire import Rejoin, encode
 from tests.pages import blocks
 from tests.running import ROOT
 
@@ -154,6 +157,7 @@ def test_syncs_in_which_nothing_fails_are_drawn_and_cost_what_they_do_if_the_mac
         ("agent", "0.0", "load", 5.0, 15.38, 0.0, 378.7),  # what it was loading, it loads again
         ("agent", "0.0", "step", 35.0, 15.38, 0.0, 378.7),  # back in the next sync
         ("cut", "2.0", "prepare", 35.0, 14.21, 0.1, 378.3),
+        ("silence", "2.0", "commit", 35.0, 21.25, 0.1, 384.6),  # given up with a head after 10 s, not at a message
         ("trainer", "", "commit", 900.0, 10.37, 0.0, 1314.0),
         ("agent", "7.0", "load", 900.0, 10.37, 0.0, 373.7),  # of a larger fleet
     ],
@@ -166,6 +170,19 @@ def test_a_recorded_failure_happens_in_its_part_of_its_sync(
     assert found.sync_p99 == pytest.approx(longest, abs=0.01)
     assert (found.left_out, found.aborted) == (left_out, 0)
     assert found.hours * 3600 == pytest.approx(seconds, abs=0.1)
+
+
+def test_an_agent_that_is_turned_away_twice_on_a_connection_makes_one_other() -> None:
+    run = Simulation(checked(PLAIN, "fleet.toml"))
+    agent = run.agents["0.0"]
+    run.bus.open()
+    agent.begin()
+    run.clock.run(1_000_000)
+    first = agent.peer
+    for _ in range(2):
+        agent.on_message(first, 1, 0, Rejoin(reason="another agent has its place"))
+    run.clock.run(5_000_000)
+    assert (first, agent.peer) == ("0.0/life 1/1", "0.0/life 1/2")
 
 
 def test_a_fleet_that_fails_too_often_to_sync_is_an_error() -> None:
@@ -254,6 +271,17 @@ def test_deaths_of_a_recorded_run_happen_again_where_they_did_also_with_another_
     done = CliRunner().invoke(cli, ["simulate", "--from", str(KILLED), "--vary", "quorum=1", "--json"])
     rows = json.loads(done.output)
     assert [(row["run"], row["costs"]["syncs"]) for row in rows] == [("recorded", 7), ("quorum=1", 7)]
+
+
+def test_an_engine_is_down_until_it_answers_whatever_it_calls_itself_while_it_launches() -> None:
+    entries = [entry for entry in RunLog.walk(KILLED) if isinstance(entry, LogEntry)]
+    tree, _ = fit(entries)
+    up = max(place for place, entry in enumerate(entries) if entry.agent == "1.0" and entry.kind == "observed")
+    event = entries[up].typed_event()
+    assert isinstance(event, EngineObserved)
+    launching = replace(event.observation, instance="launching", tokenizer="unknown")
+    entries.insert(up, replace(entries[up], event=encode(replace(event, observation=launching))))
+    assert fit(entries)[0]["failures"] == tree["failures"]
 
 
 def test_an_agent_that_is_not_back_by_the_end_of_a_log_is_away_to_the_end() -> None:

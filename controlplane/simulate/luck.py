@@ -1,0 +1,104 @@
+"""All that is drawn comes from the seed, in a sequence of its own for each place and kind of call, so that two policies
+meet the same engines.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from itertools import cycle
+from math import exp, log
+from random import Random
+from typing import Final
+
+from msgspec.structs import asdict
+
+from controlplane.simulate.fleet_model import Chance, Duration, FleetModel, Spread
+from schemas import events
+from workers.machine.state import call_name
+
+Outcome = tuple[events.Returned | events.Fault, int]
+"""How a call ends, and how long it takes (µs)."""
+RETURNED: Final = events.Returned()
+NO_ANSWER: Final[Outcome] = (events.Fault("engine_error", "the engine does not answer."), 1000)
+SECOND: Final = 1_000_000
+"""Of the clock, which counts in µs."""
+P99: Final = 2.3263
+"""Of the standard normal distribution."""
+
+
+class Luck:
+    """What is drawn in one run. A place is an agent's name, which begins with its replica; empty is the trainer."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._randoms: dict[tuple[str, str], Random] = {}
+        self._values: dict[tuple[str, str], Iterator[float]] = {}
+
+    def of(self, place: str, what: str) -> Random:
+        """Return the luck of one thing at one place."""
+        if (place, what) not in self._randoms:
+            self._randoms[place, what] = Random(f"{self._seed} {place} {what}")
+        return self._randoms[place, what]
+
+    def us(self, duration: Duration, place: str, what: str) -> int:
+        """Draw how long something takes, in µs."""
+        return round(self._draw(duration, place, what) * SECOND)
+
+    def happens(self, chance: Chance, place: str, what: str) -> bool:
+        """Draw whether something happens."""
+        share = self._draw(chance, place, what)
+        return share > 0 and self.of(place, f"{what} happens").random() < share
+
+    def _draw(self, values: Duration, place: str, what: str) -> float:
+        if isinstance(values, float | int):
+            return values
+        if (place, what) not in self._values:
+            self._values[place, what] = _drawn(values, self.of(place, what), int(place.partition(".")[0] or 0))
+        return next(self._values[place, what])
+
+
+def _drawn(values: Spread | tuple[float | tuple[float, ...], ...], rng: Random, replica: int) -> Iterator[float]:
+    """Yield values for ever."""
+    if isinstance(values, Spread):
+        sigma = log(values.p99 / values.median) / P99
+        while True:
+            yield values.median * exp(rng.gauss(0, sigma))
+    if series := [each for each in values if isinstance(each, tuple)]:
+        yield from cycle(series[replica % len(series)])
+    while True:
+        yield rng.choice(values)  # type: ignore[misc]
+
+
+class DrawnCalls:
+    """How the calls into one engine end, and how long they take."""
+
+    def __init__(self, model: FleetModel, luck: Luck, place: str) -> None:
+        self._model, self._luck, self._place = model, luck, place
+        self._ahead: defaultdict[str, deque[Outcome]] = defaultdict(deque)  # of the next calls of a name
+        self._fixed: dict[str, Outcome] = {}  # of calls of which nothing is drawn
+        for name, took in asdict(model.calls).items():
+            fails = getattr(model.failures.calls, name), getattr(model.failures.refused, name)
+            waits = (name, model.policy.in_flight) == ("pause", "wait")
+            if isinstance(took, float | int) and fails == (0, 0) and not waits:
+                self._fixed[name] = RETURNED, round(took * SECOND)
+
+    def draw(self, call: events.Call) -> Outcome:
+        """Return how a call ends."""
+        name, failures, place = call_name(call), self._model.failures, self._place
+        if name in self._fixed:
+            return self._fixed[name]
+        if ahead := self._ahead[name]:
+            return ahead.popleft()
+        took_us = self._luck.us(getattr(self._model.calls, name, 0.0), place, name)
+        if self._luck.happens(getattr(failures.refused, name, 0.0), place, f"{name} refused"):
+            checks = isinstance(call, events.CheckSource | events.CheckAdapter)
+            return events.Fault("source_refused" if checks else "refused", "it is refused, as modelled."), took_us
+        if self._luck.happens(getattr(failures.calls, name, 0.0), place, f"{name} fails"):
+            return events.Fault("engine_error", "it fails, as modelled."), took_us
+        if isinstance(call, events.Pause) and call.mode == "wait":
+            took_us += self._luck.us(self._model.requests, place, "requests")
+        return RETURNED, took_us
+
+    def put_back(self, call: events.Call, outcome: Outcome) -> None:
+        """Have the next call of this name end as was drawn for it."""
+        if call_name(call) not in self._fixed:
+            self._ahead[call_name(call)].appendleft(outcome)
