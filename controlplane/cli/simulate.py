@@ -71,6 +71,9 @@ def simulate(model: Path | None, log: Path | None, vary: tuple[str, ...], as_jso
         click.echo(json_text([{"run": label, "costs": each} for label, each in rows]))
     else:
         Screen().show(_table(rows))
+        if len(grid) > 1:
+            best, costs_of_best = min(zip(grid, costs, strict=True), key=lambda row: row[1].lost_share)
+            click.echo(f"Least GPU time lost: {best} ({costs_of_best.lost_share:.0%})")
 
 
 def _grid(tree: Tree, vary: tuple[str, ...]) -> dict[str, Tree]:

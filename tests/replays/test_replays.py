@@ -1,4 +1,4 @@
-"""Three recorded runs: they replay, what must hold in every run held in them, and each tells its story."""
+"""Recorded runs: they replay, what must hold in every run held in them, and each tells its story."""
 
 from pathlib import Path
 
@@ -22,8 +22,10 @@ def run(name: str) -> RecordedRun:
     return RecordedRun(HERE / f"{name}.db")
 
 
-def test_there_are_three() -> None:
-    assert [path.stem for path in LOGS] == ["killed", "torn-fleet", "trained"]
+def test_there_are_those_that_can_be_made_anew() -> None:
+    assert [path.stem for path in LOGS] == [
+        *("all-must", "died", "killed", "one-must", "stood-still", "torn-fleet", "trained"),
+    ]
 
 
 def test_they_were_recorded_by_this_decision_logic_of_which_both_machines_have_the_same() -> None:
