@@ -168,8 +168,8 @@ def quorum(promises: Promises, bus: Bus, before: CoordinatorState) -> str:
 
 
 def _waited_for_new(promises: Promises, before: CoordinatorState, concluded: Report) -> str:
-    """No phase waits until its deadline for replicas that have arrived since the sync began, where all others followed
-    and are enough.
+    """No phase waits until its deadline for replicas that have arrived since the sync began, or had not settled then,
+    where all others followed and are enough.
     """
     sync = before.sync
     if sync is None or sync.seq != concluded.seq or sync.request.on_unreachable == "wait":
@@ -177,7 +177,7 @@ def _waited_for_new(promises: Promises, before: CoordinatorState, concluded: Rep
     began = min((report.seq for report in sync.reports), default=sync.seq)
     late = {replica for replica, conclusion in primaries(concluded) if conclusion == Missing("deadline")}
     others = [conclusion for replica, conclusion in primaries(concluded) if replica not in late]
-    new = _arrived(promises, late, began)
+    new = _arrived(promises, late, began) | (late & sync.joining)
     enough = len(others) >= max(1, sync.request.quorum or 1) and all(map(followed, others))
     return f"the sync to v{sync.version} waited for {new}, which are new" if late and late == new and enough else ""
 
