@@ -226,7 +226,7 @@ class Agent:
             grace_s: Seconds that running requests may go on.
         """
         if self.state.joined and not self.state.bus_lost:
-            grace_ms = milliseconds(grace_s) if grace_s else 0
+            grace_ms = milliseconds(grace_s, "grace") if grace_s else 0
             self._life.link.ask_to_leave(grace_ms)
             await anyio.sleep(Drain(grace_ms=grace_ms).timeout_ms / 1000)
 
@@ -311,7 +311,7 @@ class Agent:
                         try:
                             self._step(events.Stopping(at_ms=self._now_ms()))
                         finally:
-                            life.driver.end()
+                            life.driver.end(at_once=self.state.desired.draining)  # nothing needs the engine any more
         finally:
             try:
                 self._journal.commit()
