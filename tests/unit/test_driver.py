@@ -398,6 +398,7 @@ async def test_an_agent_whose_replica_was_retired_waits_for_no_call_that_held_up
         bus.publish(PAUSE)
         bus.publish(Drain(grace_ms=0))
         await reaches(agent, lambda state: len(state.queue) == 1)
+        assert not agent.state.desired.draining
         bus.say(wire.Rejoin(reason="retired", give_up=True))
         await bus.next(wire.Goodbye)
     assert engine.calls == [Pause("abort")] and not engine.gate.is_set()
