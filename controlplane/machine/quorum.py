@@ -11,7 +11,8 @@ After a load an agent reports a digest of what its engine holds, where the engin
 most of its kind and layout has failed, whether or not the trainer announced a digest.
 
 A replica that is new counts for what it has done alone: the default quorum is of the others, and no phase waits for it
-once there is a quorum. It loads what is committed like any that joins, and the report names it as joining.
+once there is a quorum, unless it has tried to load and could not. It loads what is committed like any that joins, and
+the report names it as joining.
 
 A replica that is away is left out instead: its agent is lost or was lost before the sync, or has restarted, or its
 engine is down. What is desired of it advances with the fleet, so that it comes back to what was committed meanwhile.
@@ -204,7 +205,7 @@ def sync_report(
     out = (quarantined | sync.lost if committed else quarantined) & paused - loaded
     unproven = known - proven - out
     late = frozenset(one for one in unproven & sync.joining if conclusions.get(one, JOINING) == JOINING)
-    joining = late - sync.lost - quarantined
+    joining = late - sync.lost
     return SyncReport(
         version=sync.version,
         status=status,

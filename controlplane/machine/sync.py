@@ -303,10 +303,15 @@ def _conclude_down_engines(state: CoordinatorState, sync: Sync, at_us: int) -> C
 def _is_new(state: CoordinatorState, sync: Sync, replica: int) -> bool:
     """Whether a replica has joined since the sync began, or had not settled by then. One that has since is waited for
     again by a sync of an adapter; for one of weights it still has a load before it, and serves nothing meanwhile.
+
+    One that was in quarantine before is idle until this sync, and answers it like any.
     """
-    primary = state.members.get(f"{replica}.0")
-    served = sync.key and replica not in sync.restarted and primary is not None and primary.settled
-    return replica in sync.joining and not served
+    primary, desired = state.members.get(f"{replica}.0"), state.desired.get(replica)
+    if primary is None or replica in sync.restarted:
+        return replica in sync.joining
+    out = (primary.status is not None and primary.status.quarantined) or (desired is not None and desired.quarantined)
+    served = sync.key and primary.settled
+    return replica in sync.joining and not served and not (out and replica not in sync.lost)
 
 
 def _give_up(state: CoordinatorState, sync: Sync, event: events.CoordinatorEvent, effects: Effects) -> CoordinatorState:

@@ -2,7 +2,8 @@
 
     moving_trainer.py SHARED PORT LEASE_MS [hang]
 
-It prints a line once the fleet serves, and one for each sync. With `hang`, it stays in the middle of the last one.
+It prints the agents that its log knows, a line once the fleet serves, and one for each sync. With `hang`, it has no log
+yet, and stays in the middle of the last sync.
 """
 
 import json
@@ -37,7 +38,8 @@ def hang(_: object) -> None:
 
 address = f"tcp://0.0.0.0:{PORT}"
 with ControlPlane(address, log="run.db", run="auto", config=CONFIG, checkpoints=SHARED, insecure=True) as plane:
-    say(status=[agent.state for replica in plane.status().replicas.values() for agent in replica.agents])
+    if not HANGS:
+        say(known=[agent.agent for replica in plane.status().replicas.values() for agent in replica.agents])
     plane.wait_for_agents(2, timeout=90).wait()
     epoch, before = plane.bus.state.epoch, plane.serving()
     say(epoch=epoch, serving=before)

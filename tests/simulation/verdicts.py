@@ -114,14 +114,19 @@ def report(promises: Promises, bus: Bus, told: SyncReport) -> str:
 
 
 def _wrongly_named(bus: Bus, told: SyncReport, known: set[int]) -> str:
-    """P11: no replica is named that is where the end of the sync wants it."""
+    """P11: no replica is named that is where the end of the sync wants it, or unproven that was left out as new."""
     last = told.phases[-1]
+    conclusions = dict(primaries(last))
+    said = {(replica, outcome) for phase in told.phases for replica, outcome in primaries(phase)}
+    new = Skipped(Reason.JOINING)
+    failed = {replica for replica, outcome in said if outcome != new and not followed(outcome)}
+    if left := {one for one in told.unproven if conclusions.get(one) == new} - failed:
+        return f"the report of v{told.version} calls {left} unproven, which the bus itself left out as new"
     for replica in known.intersection(told.quarantined) if told.status == "aborted" and not told.adapter else ():
         desired, status = bus.state.desired.get(replica), bus.state.members[f"{replica}.0"].status
         if not ((desired is not None and desired.quarantined) or (status is not None and status.quarantined)):
             return f"the report of v{told.version}, aborted, calls replica {replica} quarantined, and it is not"
     if told.status == "committed" and isinstance(last.command, WeightSync):
-        conclusions = dict(primaries(last))
         for replica in {*told.unproven, *told.joining} - last.command.quarantine:
             if followed(conclusions.get(replica)):
                 return f"the report of v{told.version} calls replica {replica} unproven, and it followed"
@@ -168,8 +173,8 @@ def quorum(promises: Promises, bus: Bus, before: CoordinatorState) -> str:
 
 
 def _waited_for_new(promises: Promises, before: CoordinatorState, concluded: Report) -> str:
-    """No phase waits until its deadline for replicas that have arrived since the sync began, or had not settled then,
-    where all others followed and are enough.
+    """No phase waits until its deadline for replicas that have arrived since the sync began, where all others followed
+    and are enough.
     """
     sync = before.sync
     if sync is None or sync.seq != concluded.seq or sync.request.on_unreachable == "wait":
@@ -177,7 +182,7 @@ def _waited_for_new(promises: Promises, before: CoordinatorState, concluded: Rep
     began = min((report.seq for report in sync.reports), default=sync.seq)
     late = {replica for replica, conclusion in primaries(concluded) if conclusion == Missing("deadline")}
     others = [conclusion for replica, conclusion in primaries(concluded) if replica not in late]
-    new = _arrived(promises, late, began) | (late & sync.joining)
+    new = _arrived(promises, late, began)
     enough = len(others) >= max(1, sync.request.quorum or 1) and all(map(followed, others))
     return f"the sync to v{sync.version} waited for {new}, which are new" if late and late == new and enough else ""
 

@@ -94,6 +94,18 @@ def test_a_new_replica_that_failed_to_load_and_says_nothing_more_is_not_joining(
     assert (report.loaded, report.unproven, report.quarantined, report.joining) == ((0, 1), (2,), (), ())
 
 
+def test_a_new_replica_that_could_not_load_what_is_committed_is_waited_for_since_it_launches_no_more() -> None:
+    bus = grown("2.0")
+    bus.status("2.0", AgentStatus(ready=False, tokenizer="present", generating=False, version=0, quarantined=1))
+    bus.sync(2)
+    for _ in range(3):
+        bus.answer(a0_0=DONE, a1_0=DONE)
+        assert not bus.synced
+        bus.answer(a2_0=DONE)
+    (report,) = bus.synced
+    assert (report.loaded, report.joining, report.unproven) == ((0, 1, 2), (), ())
+
+
 def test_a_new_replica_that_dies_is_out_of_reach_and_not_joining() -> None:
     bus = grown("2.0")
     bus.sync(2)
