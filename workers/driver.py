@@ -130,7 +130,7 @@ class EngineDriver:
             self._observe_at_ms = None
             self._wake.set()
 
-    def end(self, *, at_once: bool) -> None:
+    def end(self, *, at_once: bool = False) -> None:
         """Begin no other call, and return from `run`: `at_once`, or after the call under way."""
         self._ending = True
         self._shield.shield = not at_once
