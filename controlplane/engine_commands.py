@@ -104,8 +104,8 @@ class EngineCommands(ABC):
         """Take replicas out of the fleet in good order, and retire them: their agents end, and so do the servers that
         these launched.
 
-        From now on `serving` and routers leave them out, and no sync waits for them or names them, not even an open
-        one. If an engine says how many requests it runs, the drain waits until there are none.
+        From the bus's next turn on `serving` and routers leave them out, and no sync waits for them or names them, not
+        even an open one. If an engine says how many requests it runs, the drain waits until there are none.
 
         Args:
             replicas: By index.
@@ -114,7 +114,7 @@ class EngineCommands(ABC):
         Raises:
             CommandError: From the ticket. The run has no such replica, or it is leaving already; nothing was drained.
         """
-        command = Drain(grace_ms=milliseconds(grace) if grace else 0)
+        command = Drain(grace_ms=milliseconds(grace, "grace") if grace else 0)
         return self.bus.publish(command, target_of(replicas), command.timeout_ms)
 
     def start_profile(

@@ -113,11 +113,11 @@ T = TypeVar("T", bound=Struct)
 TIMEOUT_MAX_S: Final = TIME_MAX_MS // 1000
 
 
-def milliseconds(timeout_s: float) -> int:
-    """Return a timeout as it travels. Raises ConfigError if it is not within its bounds."""
-    if not 1 <= timeout_s * 1000 <= TIME_MAX_MS:  # also refuses NaN
-        raise ConfigError(f"timeout {timeout_s!r}: must be between 0.001 and {TIMEOUT_MAX_S} seconds")
-    return int(timeout_s * 1000)
+def milliseconds(seconds: float, name: str = "timeout") -> int:
+    """Return a time as it travels. Raises ConfigError, with its name, if it is not within its bounds."""
+    if not 1 <= seconds * 1000 <= TIME_MAX_MS:  # also refuses NaN
+        raise ConfigError(f"{name} {seconds!r}: must be between 0.001 and {TIMEOUT_MAX_S} seconds")
+    return int(seconds * 1000)
 
 
 def within_bounds(value: T) -> T:

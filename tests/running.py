@@ -22,9 +22,12 @@ OURS = re.compile(r"ROLLOUTCTL_(?!TEST_)")
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of this process with this checkout on the path, and none of our settings but `changes`."""
+    """The environment of this process with this checkout on the path, and none of our settings but `changes`.
+
+    `ray.init()` would join a cluster that tests of another process have made, and go down with it.
+    """
     inherited = {name: value for name, value in os.environ.items() if not OURS.match(name)}
-    return {**inherited, "PYTHONPATH": str(ROOT), **(changes or {})}
+    return {**inherited, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local", **(changes or {})}
 
 
 def python(

@@ -44,6 +44,7 @@ from workers.link.journal import Journal, archive_journal
 from workers.link.link import HasLeft, Link, RunChanged, as_it_is
 from workers.machine.decide import decide, next_deadline
 from workers.machine.readiness import is_ready
+from workers.machine.rules import is_leaving
 from workers.machine.state import AgentState, call_name, is_written_first, with_engine_state
 from workers.stacks import BEFORE_MS, StackDumps
 from workers.state_folder import state_folder, warn_if_network
@@ -226,9 +227,9 @@ class Agent:
             grace_s: Seconds that running requests may go on.
         """
         if self.state.joined and not self.state.bus_lost:
-            grace_ms = milliseconds(grace_s) if grace_s else 0
+            grace_ms = milliseconds(grace_s, "grace") if grace_s else 0
             self._life.link.ask_to_leave(grace_ms)
-            await anyio.sleep(Drain(grace_ms=grace_ms).timeout_ms / 1000)
+            await anyio.sleep(Drain(grace_ms=grace_ms).timeout_ms / 1000 + 1)  # the bus gives up first
 
     async def wait_ready(self) -> None:
         """Return when the engine is as desired, with nothing under way, and serves."""
@@ -311,7 +312,7 @@ class Agent:
                         try:
                             self._step(events.Stopping(at_ms=self._now_ms()))
                         finally:
-                            life.driver.end()
+                            life.driver.end(at_once=is_leaving(self.state))  # nothing needs the engine any more
         finally:
             try:
                 self._journal.commit()

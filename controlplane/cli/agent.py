@@ -3,8 +3,6 @@
 import os
 import signal
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlsplit
@@ -256,8 +254,12 @@ def agent(
         endpoint=_endpoint(options, bus),
     )
     ends = (signal.SIGTERM,) if drain is None else ()
-    with _forgotten_if_taken(assigned):
+    try:
         interrupt.run(_serve, node, bus, router, options["metrics_port"], drain, ends=ends)
+    except IdentityTaken:
+        if assigned is not None:
+            assigned.unlink(missing_ok=True)  # started again, it is assigned another one
+        raise
 
 
 def _assigned(state_dir: Path | None, options: dict[str, Any], bus: str, keys: Path | None) -> Path:
@@ -283,16 +285,6 @@ def _assigned(state_dir: Path | None, options: dict[str, Any], bus: str, keys: P
     except ValueError:
         raise ConfigError(f"{file} names no replica: delete it, and the bus assigns one anew") from None
     return file
-
-
-@contextmanager
-def _forgotten_if_taken(assigned: Path | None) -> Iterator[None]:
-    try:
-        yield
-    except IdentityTaken:
-        if assigned is not None:
-            assigned.unlink(missing_ok=True)  # started again, it is assigned another one
-        raise
 
 
 def _identity(options: dict[str, Any], gpus_per_node: int, mode: RolloutMode) -> Identity:
@@ -334,6 +326,7 @@ async def _drain_at_sigterm(
 
     async def drain() -> None:
         await node.drain(grace_s)
+        logger.warning("no bus has retired agent %s: reports name it until it is back, or retired", node.identity.agent)
         tasks.cancel_scope.cancel()
 
     with anyio.open_signal_receiver(signal.SIGTERM) as signals:
@@ -451,7 +444,8 @@ def _endpoint(options: dict[str, Any], bus: str) -> str:
     from workers.engines.http import base_url
 
     elsewhere = is_file(bus) or not stays_here(bus)  # a bus that is found by a file may move
-    here = elsewhere and stays_here(f"tcp://{urlsplit(base_url(url)).hostname}:0")
+    host = urlsplit(base_url(url)).hostname
+    here = elsewhere and (host in ("0.0.0.0", "::") or stays_here(f"tcp://{host}:0"))
     return "" if here and not options["worker_url"] else base_url(url)
 
 

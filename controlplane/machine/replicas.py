@@ -20,6 +20,7 @@ from schemas.outcomes import Acted, Conclusion, Missing, Reason, Skipped
 from schemas.reports import AgentOutcome
 
 _ALREADY: Final = Skipped(Reason.ALREADY)
+_NOTHING_YET: Final = "nothing is committed yet: it serves after the first sync"
 _SAYS_NOTHING: Final = tuple(
     map(Skipped, (Reason.NOT_TARGETED, Reason.MODE_NEVER_SYNCS, Reason.OBSERVING, Reason.STALE_VERSION))
 )
@@ -327,7 +328,8 @@ def _wrong_weights(member: Member, desired: Desired) -> str:
         return "its weights are torn"
     allowed = {desired.version, desired.fallback.version} if desired.fallback is not None else {desired.version}
     if member.hello.identity.syncs and status.version not in allowed:
-        return f"it holds v{status.version}, and v{desired.version} is committed"
+        committed = f"v{desired.version} is committed" if desired.version else _NOTHING_YET
+        return f"it holds v{status.version}, and {committed}"
     return ""
 
 

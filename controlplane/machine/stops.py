@@ -44,8 +44,8 @@ def stopped_replicas(state: CoordinatorState, replicas: Iterable[int] | None = N
         sorted(unit for unit in state.desired if isinstance(unit, int)) if replicas is None else sorted(replicas)
     ):
         desired = state.desired.get(unit, state.default_desired)
-        if desired.generation != "paused" and not desired.asleep:
-            continue
+        if desired.draining or (desired.generation != "paused" and not desired.asleep):
+            continue  # one that leaves the fleet still ends its requests
         stop = state.stops.get(unit) or state.stops.get(UNSEEN_STOP) or Stop()
         how = [*(["paused"] if desired.generation == "paused" else []), *(["asleep"] if desired.asleep else [])]
         groups.setdefault((" and ".join(how), stop.paused or stop.asleep), []).append(unit)

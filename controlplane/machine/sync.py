@@ -221,15 +221,13 @@ def _end(
 
 def on_send_returned(state: CoordinatorState, event: events.SendReturned, effects: Effects) -> CoordinatorState:
     """Leave the load phase a short time: the weights have arrived by then, or they will not. Commit if they have."""
-    sync = _sending(state, event.ticket)
-    if sync is None:
+    if (sync := _sending(state, event.ticket)) is None:
         return state
     sync = replace(sync, sent=True)
     if sync.held_until_us is not None:
         return _commit(state, sync, event, effects)
     state = with_sync(state, sync)
-    command = _open_phase(state, sync)
-    if command is None:
+    if (command := _open_phase(state, sync)) is None:
         return state
     until_us = event.at_us + state.settings.after_send_ms * 1000
     return with_open(state, replace(command, deadline_us=min(command.deadline_us, until_us)))
@@ -237,15 +235,13 @@ def on_send_returned(state: CoordinatorState, event: events.SendReturned, effect
 
 def on_send_failed(state: CoordinatorState, event: events.SendFailed, effects: Effects) -> CoordinatorState:
     """End the load phase, or what is left of it: what the engines wait for will not come, or not to the end."""
-    sync = _sending(state, event.ticket)
-    if sync is None:
+    if (sync := _sending(state, event.ticket)) is None:
         return state
     sync = replace(sync, failure=f"the trainer could not send the weights: {event.reason}")
     if sync.held_until_us is not None:
         return _give_up(state, sync, event, effects)
     state = with_sync(state, sync)
-    command = _open_phase(state, sync)
-    if command is None:
+    if (command := _open_phase(state, sync)) is None:
         return state
     return with_open(state, conclude(command, command.waiting, Missing("not_sent"), event.at_us))
 
@@ -283,8 +279,7 @@ def conclude_down_engines(state: CoordinatorState, at_us: int) -> CoordinatorSta
 
 
 def _conclude_down_engines(state: CoordinatorState, sync: Sync, at_us: int) -> CoordinatorState:
-    command = _open_phase(state, sync)
-    if command is None or command.ended:
+    if (command := _open_phase(state, sync)) is None or command.ended:
         return state
     stuck, new, down = set[str](), set[str](), set[str]()
     for name in filter(command.waits_for, command.expected):
@@ -306,7 +301,8 @@ def _conclude_down_engines(state: CoordinatorState, sync: Sync, at_us: int) -> C
 
 
 def _is_new(state: CoordinatorState, sync: Sync, replica: int) -> bool:
-    """Whether a replica has joined since the sync began, or had not settled by then, and has not since.
+    """Whether a replica has joined since the sync began, or had not settled by then. One that has since is waited for
+    again by a sync of an adapter; for one of weights it still has a load before it, and serves nothing meanwhile.
 
     One that was in quarantine before is idle until this sync, and answers it like any.
     """
@@ -314,7 +310,8 @@ def _is_new(state: CoordinatorState, sync: Sync, replica: int) -> bool:
     if primary is None or replica in sync.restarted:
         return replica in sync.joining
     out = (primary.status is not None and primary.status.quarantined) or (desired is not None and desired.quarantined)
-    return replica in sync.joining and not primary.settled and not (out and replica not in sync.lost)
+    served = sync.key and primary.settled
+    return replica in sync.joining and not served and not (out and replica not in sync.lost)
 
 
 def _give_up(state: CoordinatorState, sync: Sync, event: events.CoordinatorEvent, effects: Effects) -> CoordinatorState:

@@ -388,7 +388,8 @@ def _restore(copy: RecordCopy, path: Path) -> None:
     """
     has_all, copied = copy.restore(path), copy.header.get("run")
     if copied and (run := RunLog.header(path).run) != copied:
-        raise ConfigError(f"{path} is the log of run {run}, and its copy that of run {copied}: name another file")
+        what = f"{path} is the log of run {run}, and its copy that of run {copied}"
+        raise ConfigError(f"{what}: to go on with the copy, name another file; else name another folder for the copy")
     if not has_all:
         rename_previous_log(path)
         copy.restore(path)

@@ -85,7 +85,8 @@ class RecordCopy:
     def claim(cls, folder: Path) -> Self:
         """Become the newest life. Raises LogLocked while another writer lives, or LogError."""
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with suppress(FileExistsError):  # a folder, or what can't be read as one
+                folder.mkdir(mode=0o700, parents=True)
             _require_unwritten(folder)
             life = 1 + _newest_life(folder)
             copy = cls(folder, life)

@@ -82,6 +82,13 @@ def test_at_sigterm_a_replica_ends_its_requests_leaves_and_no_sync_fails_for_it(
     assert verified.returncode == 0, verified.stdout
 
 
+def test_an_agent_that_no_bus_hears_ends_and_says_what_becomes_of_its_replica(tmp_path: Path) -> None:
+    with Node(f"{tmp_path}/bus", tmp_path, 0, 1, "--drain", "60") as node:
+        wait_until(lambda: "agent 0.1 is up" in node.output)
+        assert node.end(signal.SIGTERM) == 0
+        assert "no bus has retired agent 0.1: reports name it until it is back, or retired" in node.output
+
+
 def test_a_drain_by_hand_aborts_what_still_runs_and_ends_the_agent(tmp_path: Path) -> None:
     front = f"ipc://{tmp_path}/engine"
     with (

@@ -21,6 +21,7 @@ from schemas.errors import AgentError, AgentsMissing, ConfigError, EngineError
 from schemas.identity import Identity, RolloutMode
 from schemas.outcomes import Acted
 from tests.engines.verl_servers import SGLangHttpServer
+from tests.running import python
 from tests.unit.small_bus import Engine
 from tests.waiting import wait_until
 from workers.engines.tiny.engine import TinyEngine
@@ -106,6 +107,11 @@ def test_each_agent_lands_on_its_node_and_a_command_reaches_all(
         )
         with pytest.raises(AgentError, match="was stopped|can't be kept running"):
             placement.wait_ready()
+
+
+def test_a_program_that_a_test_starts_joins_no_cluster_of_other_tests(nodes: list[str]) -> None:
+    found = "from ray._private.services import canonicalize_bootstrap_address as found; print(found(None))"
+    assert python("-c", found).stdout == "None\n"  # what `ray.init()` goes by: it begins a cluster of its own
 
 
 def test_an_agent_whose_process_is_killed_comes_back_and_the_fleet_is_complete_again(

@@ -36,7 +36,8 @@ def test_a_replica_that_drains_is_not_served_and_gets_no_requests_at_once() -> N
     assert proven_replicas(bus.state).serving == {0: 0, 1: 0, 2: 0}
     drain(bus, 1)
     view = FleetView(bus.state)
-    assert fleet_status(bus.state, 0, "run.db", {}).draining == (1,)
+    status = fleet_status(bus.state, 0, "run.db", {})
+    assert (status.draining, status.stopped) == ((1,), ()), "its requests still run"
     assert view.serving == {0: 0, 2: 0} and view.unfit(1) == "it leaves the fleet" and not view.unfit(0)
 
 

@@ -387,7 +387,7 @@ async def test_an_agent_ends_well_once_its_drained_replica_is_retired(
         tasks.cancel_scope.cancel()
 
 
-async def test_an_agent_ends_well_though_a_call_held_up_the_drain_until_its_replica_was_retired(
+async def test_an_agent_whose_replica_was_retired_waits_for_no_call_that_held_up_the_drain(
     bus: Bus, tmp_path: Path, context: Context
 ) -> None:
     engine = Engine()
@@ -398,10 +398,10 @@ async def test_an_agent_ends_well_though_a_call_held_up_the_drain_until_its_repl
         bus.publish(PAUSE)
         bus.publish(Drain(grace_ms=0))
         await reaches(agent, lambda state: len(state.queue) == 1)
+        assert not agent.state.desired.draining
         bus.say(wire.Rejoin(reason="retired", give_up=True))
-        await reaches(agent, lambda state: state.stopping)
-        engine.gate.set()
         await bus.next(wire.Goodbye)
+    assert engine.calls == [Pause("abort")] and not engine.gate.is_set()
 
 
 # --- how many requests there are --------------------------------------------------------------------------------------

@@ -59,6 +59,8 @@ def test_an_endpoint_is_an_address_of_http(endpoint: str) -> None:
         ("https://localhost:8000", None, "tcp://trainer:5555", ""),
         ("http://localhost", None, "tcp://trainer:5555", ""),
         ("http://[::1]/", None, "tcp://trainer:5555", ""),
+        ("http://0.0.0.0:8000", None, "tcp://trainer:5555", ""),
+        ("http://[::]:8000", None, "tcp://trainer:5555", ""),
         ("http://node-0", None, "tcp://trainer:5555", "http://node-0"),
         ("http://127.0.0.1:8000", None, "/shared/run7/bus", ""),
         ("http://127.0.0.1:8000", "http://node-0:8000", "tcp://trainer:5555", "http://node-0:8000"),

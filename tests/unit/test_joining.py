@@ -1,6 +1,7 @@
 """Replicas that are new when a sync runs: they hold it up as little as they fail it, and are named as joining."""
 
 import pytest
+from msgspec.structs import replace
 
 from controlplane.machine.replicas import proven_replicas
 from schemas.agent_status import AgentStatus
@@ -140,6 +141,17 @@ def test_a_replica_is_new_until_it_holds_what_is_committed_and_never_again() -> 
     bus.sync(2, on_unreachable="wait")
     bus.answer(a0_0=DONE, a1_0=DONE)
     assert bus.published == [] and bus.state.open[-1].waiting == {"2.0"}
+
+
+def test_a_new_replica_that_gets_the_weights_of_the_last_sync_in_the_middle_of_the_next_holds_up_neither() -> None:
+    bus = grown("2.0")
+    bus.sync(2)
+    bus.answer(a0_0=DONE, a1_0=DONE)
+    bus.status("2.0", replace(HOLDS_1, ready=False, generating=False))  # stays paused, and begins to load version 2
+    for _ in range(2):
+        bus.answer(a0_0=DONE, a1_0=DONE)
+    (report,) = bus.synced
+    assert (report.status, report.loaded, report.joining) == ("committed", (0, 1), (2,))
 
 
 def test_a_sync_waits_again_for_a_replica_that_has_settled_since_it_began() -> None:

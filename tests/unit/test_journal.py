@@ -73,7 +73,7 @@ def test_a_journal_continues_where_it_was_committed(path: Path) -> None:
     grow(journal, 103, group=MANY)
     feed(journal, events.Tick(at_ms=1))
     assert (journal.number, journal.committed) == (104, 103)
-    with pytest.raises(LogLocked):
+    with pytest.raises(LogLocked, match="another process runs agent .*give this one another --replica, or --state-dir"):
         opened(path)
     killed = path.parent / "killed"  # as a kill leaves it
     killed.mkdir()

@@ -212,8 +212,14 @@ def test_the_copy_of_another_run_is_no_copy(here: Machine, there: Machine) -> No
         decided(log, log.state, OPENED)
     with RunLog.open(there.path, "other") as log:
         decided(log, log.state, OPENED)
-    with pytest.raises(ConfigError, match="is the log of run other, and its copy that of run r"):
+    with pytest.raises(ConfigError, match="is the log of run other, and its copy that of run r: to go on with"):
         there.open()
+
+
+def test_a_file_is_no_folder_for_a_copy(here: Machine) -> None:
+    here.copy.touch()
+    with pytest.raises(LogError, match=f"the copy of the log in {here.copy} can't be read or written: Not a directory"):
+        here.open()
 
 
 def test_a_new_run_puts_the_copy_of_the_earlier_one_aside(here: Machine) -> None:

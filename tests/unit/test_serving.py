@@ -105,6 +105,13 @@ def test_a_replica_that_does_not_serve_is_not_ready(said: AgentStatus, lacks: st
     assert not_ready_reasons(bus.state, 4) == {"0.0": lacks} and not all_serve(bus.state, 1, since_us=4)
 
 
+def test_a_replica_with_weights_of_an_earlier_run_is_said_to_wait_for_a_sync() -> None:
+    bus = Coordinator("0.0")
+    bus.status("0.0", replace(SERVING, version=7))
+    lacks = "it holds v7, and nothing is committed yet: it serves after the first sync"
+    assert not_ready_reasons(bus.state, -1) == {"0.0": lacks}
+
+
 def test_an_answer_of_an_agent_that_has_not_joined_again_proves_nothing_of_the_syncs_that_it_missed() -> None:
     """It dials anew while its engine goes back to version 1, and the next sync does not wait for it."""
     bus = Coordinator("0.0", "1.0")

@@ -21,7 +21,7 @@ from msgspec import MsgspecError, Struct
 from msgspec.msgpack import Decoder
 
 from schemas.config import BusConfig
-from schemas.errors import AgentError, LogCorrupt, LogError
+from schemas.errors import AgentError, LogCorrupt, LogError, LogLocked
 from schemas.events import Decision, Effect, Event
 from schemas.identity import Count, Milliseconds
 from schemas.storage.record_file import RecordFile
@@ -92,6 +92,9 @@ class Journal:
             file = RecordFile.open(path, header, durability)
         except LogCorrupt as error:
             _refuse(error)
+        except LogLocked as error:
+            what = f"another process runs agent {agent} here, and writes {path}"
+            raise LogLocked(f"{what}: end that one, or give this one another --replica, or --state-dir") from error
         try:
             found = file.header
             if "journal" not in found or found.get("agent") != agent:

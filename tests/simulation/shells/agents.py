@@ -28,6 +28,7 @@ from tests.simulation.promises import Broken
 from tests.simulation.shells.network import Host, Way
 from tests.simulation.slot import Slot
 from workers.agent import Agent
+from workers.machine.rules import is_leaving
 from workers.machine.state import AgentState
 from workers.traces.node import NodeTraces
 
@@ -188,7 +189,7 @@ class RealProcess:
     def _may_end(self, error: BaseException | None) -> bool:
         """Whether it was asked to end, or its backend has cancelled it, of which it says so."""
         asked = self._leaving and isinstance(error, asyncio.CancelledError | None)
-        drained = error is None and self.state.desired.draining
+        drained = error is None and is_leaving(self.state)
         return asked or drained or (self.driver_killed and isinstance(error, AgentError))
 
     def _give_up(self) -> None:
@@ -367,7 +368,7 @@ class Backend:
         try:
             result = await self._perform(call, timeout_s)
         except asyncio.CancelledError:
-            if not (self.process.dead or self.process.driver_killed):
+            if not (self.process.dead or self.process.driver_killed or is_leaving(self.process.agent.state)):
                 self.world.fail(Broken("S4 no call is cancelled", f"{self.process.peer}: {call}"))
             raise
         except Exception as error:

@@ -50,8 +50,8 @@ GUARDS = {
     ),
     "no cancelled call": Guard(
         "workers/driver.py",
-        "with CancelScope(shield=True):",
-        "with CancelScope(shield=False):",
+        "self._shield.shield = not at_once",
+        "self._shield.shield = False",
         21,
     ),
     "an observation gives way": Guard(
