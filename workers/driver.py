@@ -16,7 +16,7 @@ Rule 6  An observation takes no longer than `OBSERVE_S`, and gives way to a comm
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -232,19 +232,19 @@ class EngineDriver:
         event = EngineReturned(at_ms=self._now_ms(), call_id=perform.call_id, result=result, observation=observation)
         self._handle(event)
 
-    def _perform(self, call: Call) -> Awaitable[Returned]:
+    async def _perform(self, call: Call) -> Returned:
         if self._commanded is None:
             raise UnsupportedError("this agent only observes: it makes no calls.")
         if isinstance(call, _ONLY_OBSERVED):
-            return _only_observed()
+            return _DONE  # the observation that follows is what was asked for
         if isinstance(call, _DISK_CALLS):
             if self._traces is None:
                 raise UnsupportedError("this agent was started without a traces root, so it knows of no traces.")
-            return self._traces.perform(call)
+            return await self._traces.perform(call)
         activity = self._state().activity
         commanded = activity is not None and activity.trigger is not None
         timeout_s = (activity.deadline_ms - self._now_ms()) / 1000 if activity is not None and commanded else 0.0
-        return self._commanded.perform(call, max(0.0, timeout_s))
+        return await self._commanded.perform(call, max(0.0, timeout_s))
 
     async def _observe(self, limit_s: float) -> Observation | None:
         """Observe the engine. None if that was cut short: by the end, by a command, or by a limit below OBSERVE_S."""
@@ -328,10 +328,6 @@ def _idle_for(seconds: float) -> Callable[[Observation], bool]:
         return now - busy_at >= seconds
 
     return shown_by
-
-
-async def _only_observed() -> Returned:
-    return _DONE  # the observation that follows is what was asked for
 
 
 def ends_this_task(error: BaseException) -> bool:
