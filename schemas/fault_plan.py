@@ -153,13 +153,7 @@ def occasion_of(number: int, sync: WeightSync | AdapterSync | None, call: str = 
 
 
 def occasions(event: Event, effects: Sequence[Effect], command: Command | UnknownCommand | None) -> Iterator[Occasion]:
-    """Yield the moments that one decision of an agent is: a snapshot, a phase of a sync, a call.
-
-    Args:
-        event: What the agent heard.
-        effects: What it decided to do.
-        command: The command that its engine calls belong to, after this decision; None if they belong to none.
-    """
+    """Yield the moments that one decision of an agent is: a snapshot, a phase of a sync, a call of its `command`."""
     match event:
         case SnapshotReceived():
             yield Occasion(0)
@@ -184,15 +178,7 @@ def is_due(fault: PlannedFault, occasion: Occasion) -> bool:
 
 
 def parse_plan(text: str, file: str = "the plan") -> FaultPlan:
-    """Read a plan.
-
-    Args:
-        text: TOML.
-        file: Its name, for messages.
-
-    Raises:
-        ConfigError: A value is wrong. The text names the key, the value and what is allowed.
-    """
+    """Read a plan from TOML. Raises ConfigError, which names the file, the key, the value and what is allowed."""
     plan = convert_file(read_toml(text, file), FaultPlan, file)
     for index, fault in enumerate(plan.fault):
         for problem in _problems(fault, plan.fault[:index]):

@@ -33,13 +33,8 @@ def profile_skip_reason(plan: ProfilePlan | None, step: int | None, identity: Id
 def _selected(plan: ProfilePlan, identity: Identity) -> bool:
     if plan.ranks is None and plan.replicas is None:
         return True
-    by_rank = plan.ranks is not None and _meet(plan.ranks, identity.global_ranks)
+    by_rank = plan.ranks is not None and not plan.ranks.isdisjoint(identity.global_ranks)
     return by_rank or (plan.replicas is not None and identity.role == ROLLOUT and identity.replica in plan.replicas)
-
-
-def _meet(ranks: frozenset[int], owned: range) -> bool:
-    """Whether one of the ranks is in the range. The smaller of the two is gone through."""
-    return any(rank in owned for rank in ranks) if len(ranks) < len(owned) else not ranks.isdisjoint(owned)
 
 
 def finish_skip_reason(plan: ProfilePlan | None, identity: Identity) -> Reason | None:

@@ -78,12 +78,7 @@ class FaultInjector:
         return wall_clock_ns() + self._jumped_ns
 
     def dialled(self, address: str, connection: Literal["control", "commands"]) -> str:
-        """Return where to dial for one of the bus's addresses: a relay, if a fault is about connections.
-
-        Args:
-            address: Of the bus.
-            connection: What is dialled there.
-        """
+        """Return where to dial for one of the bus's addresses: a relay, if a fault is about connections."""
         if all(fault.what not in ("cut", "hold") for fault in self._faults):
             return address
         if not address.startswith("tcp://"):
@@ -219,11 +214,7 @@ def _is_spent(fault: PlannedFault, state: AgentState) -> bool:
 
 
 def stop_this_process(seconds: float) -> None:
-    """Stop this process. Another one continues it, and ends with it if it is killed meanwhile.
-
-    Args:
-        seconds: For how long.
-    """
+    """Stop this process for so long. Another one continues it, and ends with it if it is killed meanwhile."""
     words = ["/bin/sh", "-c", f"timeout {seconds:g} cat || kill -CONT {os.getpid()}"]
     with subprocess.Popen(words, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as waker:
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -69,18 +69,6 @@ _WORKERS: Final = "/workers"
 def routable(state: AgentState) -> bool:
     """Return whether the engine may keep getting requests: each is answered, from committed weights, in finite time.
 
-    All of this must hold:
-
-    - this is node rank 0, and a snapshot has brought the desired state of this run;
-    - its engine is there (`tokenizer` present);
-    - its weights are not torn, and no memory is asleep or about to be put to sleep;
-    - it does not generate with a cache that other weights filled;
-    - it is not quarantined, neither by the trainer nor by itself, and does not leave the fleet;
-    - its agent is not cut off from the bus for longer than the lease: another version may be committed by now;
-    - it is not wedged: running requests make progress;
-    - it holds the committed weights. During a weight sync it may also hold the weights of that sync, while paused;
-    - if it is paused, then not because something failed or hangs (reconcile blocked, or a call past its deadline).
-
     A pause alone does not remove it, neither that of a sync nor a commanded one: requests wait at the engine. If every
     replica were removed, a router without workers would refuse requests that can wait, and forget which prefixes each
     worker has. The router's own health check sees a pause of minutes.
@@ -96,7 +84,7 @@ def routable(state: AgentState) -> bool:
         or desired.asleep
         or desired.quarantined
         or desired.draining
-        or state.bus_lost
+        or state.bus_lost  # another version may be committed by now
         or is_wedged(state)
     ):
         return False

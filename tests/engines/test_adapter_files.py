@@ -2,21 +2,16 @@
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from schemas.commands import AdapterVersion, Manifest
 from schemas.errors import CheckpointError
-from schemas.safetensors import manifest as manifests
-from schemas.safetensors.digest import ContentDigest
-from schemas.safetensors.format import TensorPlace, TensorSpec, read_layout
+from schemas.safetensors.format import TensorSpec, read_layout
 from schemas.safetensors.manifest import CONFIG_BYTES_MAX, build_manifest, read_checkpoint
-from schemas.safetensors.reading import content_digest
 from tests.engines.adapters import BASE, save_adapter, save_base, tensors_of, write_tensors
-from workers.engines.adapter_files import WEIGHTS, checked_adapter
-from workers.engines.checkpoint import SourceChecker
+from workers.engines.adapter_files import checked_adapter
 from workers.engines.observed import LoRALimits, listed_adapters
 from workers.engines.sglang.launch import read_launch as read_sglang
 
@@ -179,29 +174,6 @@ def test_a_manifest_is_compared(tmp_path: Path, layout: Layout) -> None:
     assert "has the right tensors with other values" in refusal(tmp_path, layout, manifest=manifest)
     save_adapter(tmp_path / "a", rank=2)
     assert ", the trainer's manifest has" in refusal(tmp_path, layout, manifest=manifest)
-
-
-def test_the_check_and_the_load_digest_an_adapter_once_unless_it_was_written_meanwhile(
-    tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced = version(build_manifest(save_adapter(tmp_path / "a"), content=True))
-    weights, digests, checker = tmp_path / "a" / WEIGHTS, list[ContentDigest](), SourceChecker(tmp_path)
-
-    def counted(places: Mapping[str, TensorPlace]) -> ContentDigest:
-        digests.append(content_digest(places))
-        return digests[-1]
-
-    monkeypatch.setattr(manifests, "content_digest", counted)
-    os.utime(weights, ns=(0, 0))
-    for _ in range(2):
-        checked_adapter(tmp_path, synced, layout, ANY, checker.check_adapter)
-    assert len(digests) == 1
-    save_adapter(tmp_path / "a", seed=1)
-    os.utime(weights, ns=(0, 0))
-    for _ in range(2):
-        with pytest.raises(CheckpointError, match="the right tensors with other values"):
-            checked_adapter(tmp_path, synced, layout, ANY, checker.check_adapter)
-    assert len(digests) == 3
 
 
 def test_the_configuration_is_compared(tmp_path: Path, layout: Layout) -> None:

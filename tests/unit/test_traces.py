@@ -20,8 +20,7 @@ from tests.running import files_of_at_most
 from tests.waiting import wait_until
 from workers.driver import checked_result
 from workers.traces import node as traces
-from workers.traces.finish_hook import WAIT_S
-from workers.traces.node import MAX_LISTED, NodeTraces, collect_traces, move_trace, relocate_traces
+from workers.traces.node import MAX_LISTED, WAIT_S, NodeTraces, collect_traces, move_trace, relocate_traces
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
@@ -290,7 +289,7 @@ async def test_a_long_relocation_continues_in_the_background_and_the_hook_follow
             raise OSError(5, "Input/output error", str(file))
         return describe(file, root, rank)
 
-    monkeypatch.setattr("workers.traces.finish_hook.WAIT_S", 0.05)
+    monkeypatch.setattr("workers.traces.node.WAIT_S", 0.05)
     monkeypatch.setattr(traces, "describe_trace", slow)
     plan = ProfilePlan(finish=Finish(relocate=True, hook=True))
     written(root, plan)
@@ -307,7 +306,7 @@ async def test_a_long_relocation_continues_in_the_background_and_the_hook_follow
 
 async def test_a_slow_hook_continues_without_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert WAIT_S >= 5
-    monkeypatch.setattr("workers.traces.finish_hook.WAIT_S", 0.05)
+    monkeypatch.setattr("workers.traces.node.WAIT_S", 0.05)
     (tmp_path / "go").touch()
     plan = ProfilePlan(finish=Finish(hook=True))
     hook = "while [ -e go ]; do sleep 0.02; done; touch ended"

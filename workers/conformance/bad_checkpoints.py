@@ -23,15 +23,7 @@ Calls = Callable[[str, Manifest], tuple[events.EngineCall, events.EngineCall]]
 
 
 async def refused(engine: EngineUnderTest, root: Path, good: str, calls: Calls, paused: bool) -> CheckResult:
-    """Judge that bad files are refused, and nothing else changes.
-
-    Args:
-        engine: Which is called.
-        root: The checkpoint root.
-        good: Path of a good checkpoint, or adapter.
-        calls: Returns the check and the load of a path, for a manifest.
-        paused: The engine has to be paused for the calls.
-    """
+    """Judge that files made from good ones below `root` are refused by both calls, and nothing else changes."""
     before, faults = await engine.observe("before bad files"), list[str]()
     if paused:
         await engine.perform(events.Pause("abort"))

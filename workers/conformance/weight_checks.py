@@ -1,8 +1,10 @@
 """Checks of the calls about weights, memory and profiles, by tokens, by used memory, and by files on the disk."""
 
+import gzip
 import os
 import secrets
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -15,12 +17,14 @@ from schemas.commands import Checkpoint, Manifest, ProfilePlan
 from schemas.desired import ALL_TAGS, ProfileSession
 from schemas.errors import EngineError
 from schemas.identity import InFlight, Operation
+from schemas.outcomes import Trace
 from schemas.safetensors.format import safetensors_files
 from schemas.safetensors.manifest import build_manifest
 from workers.conformance.bad_checkpoints import refused
 from workers.conformance.engine_under_test import CheckResult, EngineUnderTest, Setup, Tokens, if_true
-from workers.conformance.trace_files import files_below, trace_faults
 
+EVENTS: Final = b'"ph"'
+"""In every trace of events; other kinds of traces are only required not to be empty."""
 PREFIX_MAX: Final = 300
 """Most tokens of a prompt that is long enough to be cached."""
 
@@ -165,12 +169,12 @@ class WeightChecks:
             closed = (await engine.observe("profiling")).profiling is False
             faults += if_true(closed and step == 1, "it reported no session while one was open")
             traces = (await engine.perform(events.StopProfile(session, directory))).traces
-            faults += trace_faults(root, directory, traces)
+            faults += _trace_faults(root, directory, traces)
             counts.append(str(len(traces)))
-            first = first or files_below(root / directory)
+            first = first or _files_below(root / directory)
         open_ = (await engine.observe("after a session")).profiling
         faults += if_true(open_, "it reports a session after the stop")
-        grew = {path for path, size in files_below(root / directories[0]).items() if first.get(path) != size}
+        grew = {path for path, size in _files_below(root / directories[0]).items() if first.get(path) != size}
         faults += if_true(grew, f"the first session was written to after its stop: {', '.join(sorted(grew))}")
         return (CheckResult(faults, f"two sessions left {' and '.join(counts)} traces, each in its own directory"),)
 
@@ -201,3 +205,35 @@ def _memory(before: int | None, after: int | None) -> tuple[int | None, str]:
     if before is None or after is None:
         return None, "its memory can't be measured from here"
     return before - after, f"memory {before:,} to {after:,} bytes"
+
+
+def _trace_faults(root: Path, directory: str, traces: Sequence[Trace]) -> Iterator[str]:
+    """Yield what is wrong with the traces that a session in a directory below `root` reported."""
+    if not traces:
+        yield f"the session of {directory} left no trace"
+    for trace in traces:
+        file = root / trace.path
+        size = file.stat().st_size if file.is_file() else None
+        if size is None:
+            yield f"{trace.path} is reported, and not on the disk"
+        elif size != trace.nbytes:
+            yield f"{trace.path} has {size} bytes, and {trace.nbytes} are reported"
+        elif not (size and _has_events(file)):
+            yield f"{trace.path} holds no events"
+        if not trace.path.startswith(f"{directory}/"):
+            yield f"{trace.path} is not below {directory}"
+
+
+def _files_below(directory: Path) -> dict[str, int]:
+    """Return the size of each file."""
+    return {str(path.relative_to(directory)): path.stat().st_size for path in directory.rglob("*") if path.is_file()}
+
+
+def _has_events(file: Path) -> bool:
+    if ".json" not in file.suffixes:
+        return True
+    try:
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
+            return EVENTS in opened.read()
+    except (OSError, EOFError):
+        return False

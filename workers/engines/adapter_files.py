@@ -8,16 +8,16 @@ Nothing here imports torch, and only `checked_adapter` reads files.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 import msgspec
 from msgspec import Struct
 
-from schemas.commands import AdapterVersion, Manifest
+from schemas.commands import AdapterVersion
 from schemas.errors import CheckpointError
-from schemas.safetensors.format import UNTOUCHED, TensorPlace, TensorSpec, find_tensors, safetensors_files
+from schemas.safetensors.format import UNTOUCHED, TensorSpec, find_tensors, safetensors_files
 from schemas.safetensors.manifest import ADAPTER_CONFIG, check_tensors, config_digest, read_config
 from schemas.safetensors.paths import resolve_below
 from schemas.wire import DECODE_ERRORS
@@ -68,7 +68,6 @@ def checked_adapter(
     adapter: AdapterVersion,
     layout: Mapping[str, TensorSpec] | None,
     limits: LoRALimits,
-    check: Callable[[Path, Mapping[str, TensorPlace], Manifest], None] = check_tensors,
 ) -> Path:
     """Return the directory of a version, after checking all of it. Raises CheckpointError."""
     directory = adapter_path(root, adapter.path)
@@ -81,7 +80,7 @@ def checked_adapter(
     _check_modules(directory, modules, rank, limits)
     unknown = _compare(directory, modules, layout) if layout is not None else ["the base model"]
     if adapter.manifest is not None:
-        check(directory, places, adapter.manifest)
+        check_tensors(directory, places, adapter.manifest)
     elif unknown:
         raise _refused(
             directory,

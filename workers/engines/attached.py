@@ -150,8 +150,7 @@ class AttachedEngine(ABC, Generic[LaunchT]):
             await self._load_adapter(client, adapter)
 
     def _check_adapter(self, launch: LaunchT, adapter: AdapterVersion, limits: LoRALimits) -> None:
-        layout, check = self._sources.model_layout(launch.model), self._sources.check_adapter
-        checked_adapter(self._checkpoints, adapter, layout, limits, check)
+        checked_adapter(self._checkpoints, adapter, self._sources.model_layout(launch.model), limits)
 
     async def _load_adapter(self, client: EngineClient, adapter: AdapterVersion) -> None:
         place = adapter_path(self._checkpoints, adapter.path)

@@ -56,9 +56,6 @@ FUSED: Final = {
 _ALONE: Final = ("o_proj", "down_proj", "embed_tokens", "lm_head")
 """Modules that they don't fuse, beside norms."""
 
-ADAPTERS_KNOWN: Final = 64
-"""Adapters whose files are known not to have been written since they were digested."""
-
 
 class Taken(NamedTuple):
     """What an engine is to read of a source: all of its weights, or its delta; and why, as `Returned.took` says it."""
@@ -112,7 +109,6 @@ class SourceChecker:
         self._root = root
         self._launched: tuple[str, Layout | None] = ("", layout)
         self._checked: _Checked | None = None
-        self._adapters: dict[Path, _Checked] = {}
 
     def check(
         self,
@@ -178,19 +174,6 @@ class SourceChecker:
         if found.is_settled(began_ns):
             self._checked = found
         return found.taken()
-
-    def check_adapter(self, directory: Path, places: Mapping[str, TensorPlace], manifest: Manifest) -> None:
-        """Check the tensors of a LoRA adapter against its manifest. They are digested once for its check and its load,
-        unless they were written meanwhile. Raises CheckpointError.
-        """
-        began_ns, found = time.time_ns(), _Checked(directory, None, manifest, file_states(directory), None)
-        known = self._adapters.pop(directory, None)
-        if known != found:
-            check_tensors(directory, places, manifest)
-        if found.is_settled(began_ns):
-            self._adapters[directory] = found
-        while len(self._adapters) > ADAPTERS_KNOWN:
-            del self._adapters[next(iter(self._adapters))]
 
     def checked_layout(
         self, source: Broadcast, manifest: Manifest | None, model: str | None, identity: Identity

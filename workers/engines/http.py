@@ -83,10 +83,6 @@ class Route(NamedTuple):
     unlisted: bool = False
 
 
-class _AnswerRefused(Exception):
-    """The answer was not read, or not to its end."""
-
-
 class HttpReader:
     """An `EngineReader` of one server. It sends GET requests, and those only to the paths that it is given.
 
@@ -185,8 +181,6 @@ class HttpReader:
                 # call over it would be lost, and for good if it can't be repeated.
                 status, answer = await self._exchange(route, arguments, timeout_s, last=attempts == 1)
                 break
-            except _AnswerRefused as error:
-                raise UnansweredError(f"{self.where}{route.path} answered {error}") from error
             except (*_FINAL, httpcore.NetworkError, httpcore.RemoteProtocolError) as error:
                 if not isinstance(error, _NOT_SENT):
                     kind = UnansweredError
@@ -224,14 +218,16 @@ class HttpReader:
                 route.verb, url, headers=headers, content=body, extensions=self._limits
             ) as answer:
                 if any(name.lower() == b"content-encoding" and value != b"identity" for name, value in answer.headers):
-                    raise _AnswerRefused("in an encoding that was not asked for. It was not read.")
+                    encoded = "in an encoding that was not asked for. It was not read."
+                    raise UnansweredError(f"{self.where}{route.path} answered {encoded}")
                 with anyio.fail_after(BODY_S) as reading:
                     async for part in answer.aiter_stream():
                         content += part
                         if len(content) > ANSWER_BYTES:
                             reading.cancel()  # ends httpcore's generators where they wait; a break would leave them
         if len(content) > ANSWER_BYTES:
-            raise _AnswerRefused(f"more than {ANSWER_BYTES:,} bytes. It was not read on.")
+            large = f"more than {ANSWER_BYTES:,} bytes. It was not read on."
+            raise UnansweredError(f"{self.where}{route.path} answered {large}")
         return answer.status, content.decode(errors="replace")
 
 

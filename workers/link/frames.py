@@ -13,7 +13,7 @@ from msgspec import Raw
 
 from schemas import wire
 from schemas.errors import WireError
-from schemas.events import CommandReceived, HeadSeen, SnapshotReceived
+from schemas.events import CommandReceived, HeadSeen
 
 _NIL = b"\xc0"
 
@@ -48,11 +48,6 @@ def read_head(head: wire.Header, now_ms: int) -> HeadSeen:
     """Return the position of the bus, which is in heads and in pages of replay. Raises WireError."""
     _check(head.epoch)
     return HeadSeen(at_ms=now_ms, epoch=head.epoch, seq=head.seq)
-
-
-def read_snapshot(head: wire.Header, snapshot: wire.Snapshot, now_ms: int) -> SnapshotReceived:
-    """Return the desired state as of the header's seq."""
-    return SnapshotReceived(at_ms=now_ms, epoch=head.epoch, seq=head.seq, desired=snapshot.desired)
 
 
 def read_replay(head: wire.Header, page: wire.Page, run: str, now_ms: int) -> Iterator[CommandReceived]:

@@ -45,7 +45,6 @@ from workers.link.frames import (
     read_head,
     read_publication,
     read_replay,
-    read_snapshot,
 )
 from workers.link.heartbeat import Heartbeat
 from workers.link.journal import Journal
@@ -403,7 +402,9 @@ class Link:
                 self._heartbeat_ms = message.heartbeat_ms or self._intervals.heartbeat_ms
                 self._heartbeat.apply_time(message)
             case wire.Snapshot():
-                self._take_snapshot(read_snapshot(head, message, received_ms))
+                self._take_snapshot(
+                    SnapshotReceived(at_ms=received_ms, epoch=head.epoch, seq=head.seq, desired=message.desired)
+                )
             case wire.Welcome():
                 self._accept_welcome(message)
             case wire.Rejoin():

@@ -154,10 +154,6 @@ def reconcile(
 def own_calls(state: AgentState, just_observed: bool = False) -> tuple[Call, ...]:
     """Return the calls that an idle machine makes by itself. Without its bus it looks at the engine first: perhaps
     another agent commands it by now.
-
-    Args:
-        state: Before.
-        just_observed: The engine was just observed.
     """
     calls = _calls_of_its_own(state, just_observed)
     alone = state.bus_lost and not just_observed
@@ -203,12 +199,7 @@ def unloads_now(state: AgentState, now_ms: int, awaited: bool = False) -> tuple[
     """Return the call of an idle machine that unloads a version of an adapter, if it is time; else when it will be.
 
     An engine may take long to unload what requests still use, or for ever while it is paused. So this is the last thing
-    that a machine does, unless a sync has no place for its version otherwise.
-
-    Args:
-        state: Before.
-        now_ms: Now.
-        awaited: A sync waits for a place.
+    that a machine does, unless a sync has no place for its version otherwise, and awaits one.
     """
     leftover = _unwanted(state)
     if not (leftover or state.unloads):

@@ -52,14 +52,11 @@ class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
 
 
 class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """What the machine believes about its engine: the effect of its calls, corrected by each observation.
+    """What the machine believes about its engine: the effect of its calls, corrected by each observation. What has the
+    name of a field of `Observation` or `Remedies` is that.
 
     Attributes:
         name: Engine and version, as observed.
-        instance: Differs between two launches of the engine; None if the engine has none.
-        tokenizer: Whether this node has the request front end; unknown while the engine launches.
-        operations: What the engine can be asked to do.
-        idempotent: Those that do no harm when what they ask for holds already.
         generating: False while paused; None if not known.
         memory: Who releases its memory.
         asleep: Memory that the agent has released.
@@ -81,16 +78,11 @@ class EngineState(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
             version may be tried again from another source.
         checked: The weights whose source last passed its check.
         requests_kept: The last pause froze the requests, which will continue; or may have, if it was not made here.
-        recomputes: Frozen requests can be computed anew. Otherwise a cache that they use can't be flushed.
         progress: Progress of the running requests; None if none run, or the engine does not count.
-        trouble: Why the engine can't be used from here.
         seen: The last observation as it was, if the agent only observes: then nothing else is believed.
         unshown: Calls since the last observation that leave a mark: a launch that was not seen may have made them.
-        adapters: LoRA adapters, by the names that the engine has for them, each with the directory that it was loaded
-            from, as in an observation.
         stale_adapters: Those that have to be loaded again, since their memory was discarded.
         checked_adapter: The version whose files last passed their check.
-        adapter_places: How many adapters it holds at most; None for no limit, or if it does not say.
     """
 
     name: str = "unknown"

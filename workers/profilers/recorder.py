@@ -26,13 +26,7 @@ _UNSAFE: Final = re.compile(r"[^0-9A-Za-z.=+_-]+")
 class SessionFiles:
     """The files of one session. Nothing is ever overwritten. Methods raise OSError.
 
-    Args:
-        root: Root of all traces.
-        directory: The session's directory, below the root. In verl's layouts all ranks and steps share it, and files
-            are named as verl names them.
-        identity: The training rank.
-        world_size: Ranks of its role.
-        session: Its step and plan.
+    In verl's layouts all ranks and steps share the directory, and files are named as verl names them.
     """
 
     def __init__(

@@ -3,11 +3,8 @@
 Findings with torch 2.13, which are the reason for this design (`process_profiler` has those about other profilers):
 
 - torch's profiler records the thread that starts it, and what autograd does for that thread. A stop from another thread
-  finds no session: what was recorded is lost, and the callbacks leak.
-- `_ExperimentalConfig(profile_all_threads=True)` lets another thread start and stop it, with stacks and shapes. But a
-  stop while the training thread is inside an operator reads what that thread is still writing: a segmentation fault
-  within the first of 300 sessions, or names of random bytes. A trainer must not die of being profiled, so it is not
-  used.
+  finds no session: what was recorded is lost, and the callbacks leak. Why `profile_all_threads` is not used:
+  docs/training-ranks.md.
 - So a profiler runs from the beginning to the end of an outermost stage, on its thread. It never runs between two
   stages, because the thread might not return before a stop has to be answered. To see what lies between stages,
   annotate the whole step as one stage.

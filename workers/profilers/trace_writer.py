@@ -1,14 +1,12 @@
 """Writes traces on a thread of its own, so that the training step can continue.
 
-Measured with torch 2.13 (600,000 events, 220 MB of JSON): torch writes them in 1.3 to 2.8 s and holds the interpreter's
-lock all that time, so the step continues only as far as it runs outside of Python. torch writes to a local temporary
-directory (`TMPDIR`), so that a slow disk for the traces adds nothing to that time. From there the JSON is compressed
-piece by piece, without the lock. torch reports no error when a disk is full, so the file itself is checked.
+torch holds the interpreter's lock while it writes its JSON (docs/training-ranks.md has the times). It writes to a local
+temporary directory (`TMPDIR`), so that a slow disk for the traces adds nothing to that time. From there the JSON is
+compressed piece by piece, without the lock. torch reports no error when a disk is full, so the file itself is checked.
 """
 
 import gzip
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -20,13 +18,13 @@ from typing import Final
 from schemas.errors import EngineError
 from schemas.transport import background
 from workers.profilers.recorder import reason
+from workers.traces.node import require_complete
 
 CHUNK_BYTES: Final = 1 << 20
 COMPRESSION_LEVEL: Final = 5
 """Twice as fast as the default, and a tenth larger."""
 MAX_WAITING: Final = 8
 """Most recordings held in memory until they are written. While there are that many, no further stage is recorded."""
-_TAIL: Final = re.compile(rb"\}\s*$")
 
 
 def write_trace(export: Callable[[str], object], file: Path) -> None:
@@ -37,9 +35,9 @@ def write_trace(export: Callable[[str], object], file: Path) -> None:
     part = file.with_name(f".{file.name}.part")
     try:
         with tempfile.TemporaryDirectory(prefix="rolloutctl-", ignore_cleanup_errors=True) as folder:
-            raw = Path(folder, "raw.json")
+            raw = Path(folder, "raw.trace.json")
             export(str(raw))
-            _require_complete(raw)
+            require_complete(raw)
             with raw.open("rb") as source, gzip.GzipFile(part, "xb", COMPRESSION_LEVEL) as packed:
                 shutil.copyfileobj(source, packed, CHUNK_BYTES)
         os.replace(part, file)
@@ -48,21 +46,8 @@ def write_trace(export: Callable[[str], object], file: Path) -> None:
             with suppress(OSError):
                 left.unlink()
         raise EngineError(
-            f"the trace {file.name} was not written: {reason(error)}. What was recorded of it is lost."
+            f"the trace {file.name} was not written, and what was recorded of it is lost. {reason(error)}"
         ) from error
-
-
-def _require_complete(raw: Path) -> None:
-    size, end = raw.stat().st_size if raw.exists() else 0, b""
-    if size:
-        with raw.open("rb") as source:
-            source.seek(max(0, size - 64))
-            end = source.read()
-    if not _TAIL.search(end):
-        free = shutil.disk_usage(raw.parent).free
-        raise EngineError(
-            f"torch wrote {size} bytes to {raw.parent}, which are not a complete trace; {free} bytes are free there"
-        )
 
 
 class TraceWriter:

@@ -5,12 +5,13 @@ own disk. So each agent collects the traces of its ranks. A torch trace names it
 in their names. A file that names no rank belongs to rank 0, except that of vLLM's front end, which belongs to none.
 """
 
-import errno
 import gzip
 import hashlib
+import logging
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 import zlib
 from collections.abc import Sequence
@@ -29,8 +30,7 @@ from schemas.identity import ROLLOUT, Identity
 from schemas.logs import logger_of
 from schemas.outcomes import Trace
 from schemas.transport import background
-from workers.traces import finish_hook
-from workers.traces.finish_hook import FinishHook
+from schemas.transport.keys import environment_of_children
 
 logger = logger_of("agent")
 
@@ -43,6 +43,12 @@ HEAD_BYTES: Final = 64 * 1024
 _RANK: Final = re.compile(rb'"distributedInfo":\s*\{[^{}]*?"rank":\s*(\d{1,18})\b')
 _RANK_IN_NAME: Final = re.compile(r"(?:rank|-TP-)(\d+)[.-]")
 _FRONT_END: Final = ".async_llm."
+WAIT_S: Final = 10.0
+"""How long an outcome waits for traces to be moved, and for the hook."""
+QUOTED_BYTES: Final = 1000
+"""Bytes of a failing hook's output that the error quotes."""
+NSIGHT_DIR: Final = "/tmp/ray/session_latest/logs/nsight"
+"""Where Ray has nsys write (verl 0.9.1, utils/profiler/nvtx_profile.py)."""
 F = TypeVar("F")
 
 
@@ -71,7 +77,7 @@ class NodeTraces:
         if call.plan.finish.relocate:
             work = partial(relocate_traces, self._root, call.directories, call.plan, self._identity)
             relocation = background.begin(work, "relocation", daemon=False)  # the end of the process waits for it
-            if not await background.done_within(relocation, finish_hook.WAIT_S):
+            if not await background.done_within(relocation, WAIT_S):
                 relocation.add_done_callback(partial(self._finish_later, call))
                 return Returned(still_running=True)
             traces = first_listed(relocation.result())
@@ -111,6 +117,89 @@ def selected_ranks(plan: ProfilePlan, identity: Identity) -> frozenset[int]:
     if whole_replica or (plan.ranks is None and plan.replicas is None):
         return frozenset(identity.ranks_on_node)
     return frozenset(identity.ranks_on_node) & (plan.ranks or frozenset())
+
+
+class FinishHook:
+    """The user's own command, run on a node after the last profiled step, for example to upload traces.
+
+    It comes from the agent's own configuration, never over the bus. It runs in a session of its own, so it survives the
+    agent. Training does not wait for it: after some seconds the outcome says that it is still running. Its output is in
+    a log below the traces root.
+    """
+
+    def __init__(self, command: str, identity: Identity, root: Path) -> None:
+        self._command, self._identity, self._root = command, identity, root
+        self._log = root / f".finish_hook-{identity.agent}.log"
+
+    async def run(self, tool: str, steps: tuple[int, ...]) -> bool:
+        """Run the command and wait up to `WAIT_S`. Returns whether it is still running. Raises EngineError."""
+        ended = await to_thread.run_sync(self.begin, tool, steps)
+        if not await background.done_within(ended, WAIT_S):
+            logger.info("agent %s: the finish hook is still running; its output: %s", self._identity.agent, self._log)
+            return True
+        if code := ended.result():
+            output = await to_thread.run_sync(self._last_output)
+            raise EngineError(
+                f"the finish hook ended with exit code {code}: {output or 'it printed nothing'}. The traces are still "
+                f"in {self._root}."
+            )
+        return False
+
+    def begin(self, tool: str, steps: tuple[int, ...]) -> "Future[int]":
+        """Start the command. Returns its exit code later, and logs it. Raises EngineError if it can't be started."""
+        if not self._command:
+            raise EngineError(
+                "the finish hook was not run: this agent was started without one. Give it the same profiler "
+                "configuration as the trainer, or its command (--finish-hook). The traces are where they were written."
+            )
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            with open(self._log, "wb") as output:
+                process = subprocess.Popen(
+                    ["/bin/sh", "-c", self._command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**environment_of_children(), **self._variables(tool, steps)},
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise EngineError(f"the finish hook was not started: {error.strerror}: {error.filename}.") from error
+        return background.begin(partial(self._await_end, process), "finish-hook", daemon=True)
+
+    def _await_end(self, process: "subprocess.Popen[bytes]") -> int:
+        code = process.wait()
+        level = logging.INFO if code == 0 else logging.WARNING
+        logger.log(
+            level, "agent %s: the finish hook ended with exit code %d: %s", self._identity.agent, code, self._log
+        )
+        return code
+
+    def _last_output(self) -> str:
+        try:
+            with self._log.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - QUOTED_BYTES))
+                return log.read(QUOTED_BYTES).decode(errors="replace").strip()
+        except OSError:  # the hook may have removed the whole directory
+            return ""
+
+    def _variables(self, tool: str, steps: tuple[int, ...]) -> dict[str, str]:
+        """Return verl's environment variables for the hook, and ours."""
+        identity, ranks, root = self._identity, self._identity.ranks_on_node, str(self._root)
+        variables = {
+            "VERL_PROFILE_SAVE_PATH": root,
+            "VERL_PROFILE_TOOL": tool,
+            "VERL_PROFILE_RANK": str(ranks.start),
+            "VERL_PROFILE_PID": str(os.getpid()),
+            "VERL_PROFILE_ROLE": identity.role,
+            "ROLLOUTCTL_PROFILE_ROOT": root,
+            "ROLLOUTCTL_PROFILE_TOOL": tool,
+            "ROLLOUTCTL_PROFILE_ROLE": identity.role,
+            "ROLLOUTCTL_PROFILE_AGENT": identity.agent,
+            "ROLLOUTCTL_PROFILE_RANKS": ",".join(map(str, ranks)),
+            "ROLLOUTCTL_PROFILE_STEPS": ",".join(map(str, steps)),
+        }
+        return variables | ({"VERL_PROFILE_RAY_NSIGHT_DIR": NSIGHT_DIR} if tool == "nsys" else {})
 
 
 # --- before a session -------------------------------------------------------------------------------------------------
@@ -174,7 +263,7 @@ def collect_traces(root: Path, directory: str, plan: ProfilePlan, identity: Iden
         own = _own_files(folder, identity)
         for file, rank in own:
             if _is_selected(rank, selected):
-                _require_complete(file)
+                require_complete(file)
         if plan.layout == "verl":
             own = [(move_trace(file, folder.parent), rank) for file, rank in own]
             _remove_if_empty(folder, root)
@@ -235,27 +324,12 @@ def move_trace(file: Path, directory: Path, name: str = "") -> Path:
         raise EngineError(f"the trace {file} stays where it is: {target} exists already.")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        try:
-            file.rename(target)
-        except OSError as error:
-            if error.errno != errno.EXDEV:
-                raise
-            _copy(file, target)
-            file.unlink()
+        shutil.move(file, target)
     except OSError as error:
+        if file.exists():  # a part of it, on another disk that is full
+            target.unlink(missing_ok=True)
         raise EngineError(f"the trace {file} was not moved to {directory}: {error.strerror}.") from error
     return target
-
-
-def _copy(file: Path, target: Path) -> None:
-    """Copy a file so that the target is complete or does not exist, even on a disk that fills up. Raises OSError."""
-    part = target.with_name(f".{target.name}.part")
-    try:
-        shutil.copy2(file, part)
-        part.rename(target)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def _remove_if_empty(directory: Path, root: Path) -> None:
@@ -334,7 +408,7 @@ def _head(file: Path) -> bytes:
         return b""
 
 
-def _require_complete(file: Path) -> None:
+def require_complete(file: Path) -> None:
     """Raise EngineError for a trace that lacks the end of its JSON, or of its compressed data.
 
     On a full disk torch 2.13 writes a compressed file that is complete, with nothing in it.
@@ -346,7 +420,7 @@ def _require_complete(file: Path) -> None:
         with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as stream:
             while chunk := stream.read(1 << 20):
                 last = chunk.rstrip()[-1:] or last
-    except (EOFError, zlib.error, gzip.BadGzipFile):
+    except (EOFError, zlib.error, gzip.BadGzipFile, FileNotFoundError):  # torch may have removed it
         last = b""
     if last != b"}":
         raise EngineError(

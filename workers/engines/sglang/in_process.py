@@ -14,7 +14,6 @@ import sys
 from asyncio import AbstractEventLoop
 from collections.abc import Mapping
 from importlib import import_module
-from types import ModuleType
 from typing import Any, Final
 
 from schemas.errors import RefusedError
@@ -64,24 +63,20 @@ class TokenizerManagerClient(InProcessClient):
     `resolved_dict`, which look things up, and no other method.
 
     Args:
-        manager: The tokenizer manager; None on a node that has none.
+        engine: The tokenizer manager; None on a node that has none.
         requests: The module of its request classes; SGLang's own by default.
     """
 
     where, _owner = "TokenizerManager", "sglang's"
-
-    def __init__(self, manager: Any, requests: ModuleType | None = None) -> None:
-        super().__init__(manager, requests)
-        self._manager = manager
 
     async def methods(self) -> Methods | None:
         """Read the methods' signatures and request classes. None while the engine is being shut down."""
         self._require_loop()
         if not self._can_command():
             return {}
-        if self._manager.gracefully_exit:
+        if self._engine.gracefully_exit:
             return None
-        found = {name: getattr(self._manager, name, None) for name in (*REQUEST_OF, *PLAIN)}
+        found = {name: getattr(self._engine, name, None) for name in (*REQUEST_OF, *PLAIN)}
         called = {name: self._parameters(name, method) for name, method in found.items() if callable(method)}
         read = {"is_paused": frozenset[str](), "get_weight_version": frozenset[str]()}
         read |= dict.fromkeys(KEPT, frozenset[str]()) if self._registry() is not None else {}
@@ -95,15 +90,15 @@ class TokenizerManagerClient(InProcessClient):
         """
         if not self._can_command():
             return None
-        arguments = self._manager.server_args
+        arguments = self._engine.server_args
         resolve = getattr(arguments, "resolved_dict", None)  # newer versions resolve defaults separately
         resolved = resolve() if callable(resolve) else {}
         read = {name: resolved.get(name, getattr(arguments, name, None)) for name in LAUNCH}
         return {
             **{name: sorted(value) if isinstance(value, set) else value for name, value in read.items()},
             "version": getattr(sys.modules.get("sglang"), "__version__", None),
-            "startup_time": getattr(self._manager, "startup_time", None),
-            "launched_at": instance_id(self._manager),  # two launches with a given seed share it
+            "startup_time": getattr(self._engine, "startup_time", None),
+            "launched_at": instance_id(self._engine),  # two launches with a given seed share it
         }
 
     async def read(self, method: str, /) -> object:
@@ -111,34 +106,34 @@ class TokenizerManagerClient(InProcessClient):
         self._require_loop()
         self._require_up(method)
         if method == "is_paused":
-            return self._manager.is_pause
+            return self._engine.is_pause
         if method in KEPT:
             found = self._registry().get_all_adapters()
             if method == "list_models":
                 return [{"id": name, "root": each.lora_path, "parent": "base"} for name, each in found.items()]
             return {name: self._registry()._counters[each.lora_id].value() for name, each in found.items()}
-        current = getattr(self._manager, "config_value", None)
-        return current("weight_version") if callable(current) else self._manager.server_args.weight_version
+        current = getattr(self._engine, "config_value", None)
+        return current("weight_version") if callable(current) else self._engine.server_args.weight_version
 
     def _registry(self) -> Any:
         """What knows its adapters; None without LoRA."""
-        return getattr(self._manager, "lora_registry", None)
+        return getattr(self._engine, "lora_registry", None)
 
     def _can_command(self) -> bool:
-        return callable(getattr(self._manager, "pause_generation", None))
+        return callable(getattr(self._engine, "pause_generation", None))
 
     def _engine_loop(self) -> AbstractEventLoop | None:
-        loop: AbstractEventLoop | None = getattr(self._manager, "event_loop", None)
+        loop: AbstractEventLoop | None = getattr(self._engine, "event_loop", None)
         return loop
 
     def _require_up(self, method: str) -> None:
-        if not self._can_command() or self._manager.gracefully_exit:
+        if not self._can_command() or self._engine.gracefully_exit:
             raise RefusedError(f"{self.where}.{method} was not called: the engine is being shut down, or is not here.")
 
     async def _call(self, method: str, arguments: dict[str, object]) -> object:
         """Call a method. Nothing else here awaits the engine."""
         self._require_up(method)
-        self._manager.auto_create_handle_loop()  # up to 0.5.9 a flush as the first call hangs
+        self._engine.auto_create_handle_loop()  # up to 0.5.9 a flush as the first call hangs
         try:
             result = await self._translated(method, arguments)
         except CallRefused:
@@ -152,7 +147,7 @@ class TokenizerManagerClient(InProcessClient):
 
     async def _translated(self, method: str, arguments: dict[str, object]) -> object:
         """Do what the server's route of this method does."""
-        manager = self._manager
+        manager = self._engine
         if method == "update_weight_version":
             if arguments.pop("abort_all_requests", False):
                 manager.abort_request(abort_all=True)

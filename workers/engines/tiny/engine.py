@@ -239,8 +239,7 @@ class TinyEngine:
         adapter, held = call.adapter, scheduler.observation.adapters or {}
         if self._places is not None and len(held.keys() - {adapter.model}) >= self._places:
             raise RefusedError(f"{NAME} holds {self._places} adapters at most: {adapter.model} was not loaded.")
-        check = self._sources.check_adapter
-        directory = checked_adapter(self._checkpoints, adapter, self._layout, LoRALimits(), check)
+        directory = checked_adapter(self._checkpoints, adapter, self._layout, LoRALimits())
         if isinstance(call, events.LoadAdapter):
             scheduler.run(scheduler.load_adapter, adapter.model, adapter.path, read_adapter(directory))
 
