@@ -3,6 +3,7 @@
 import socket
 import sys
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -29,7 +30,7 @@ LOOPBACK: Final = "127.0.0.1"
 CONNECTIONS_MAX: Final = 16
 """Connections of a port at once, each with a thread. A further one takes the place of the oldest."""
 CONNECTION_S: Final = 10.0
-"""Longest time in which a connection says nothing."""
+"""Time for a connection, from its first byte to its last."""
 
 
 class TableCollector(Collector, ABC):
@@ -100,40 +101,46 @@ def serve_metrics(
 
 
 class MetricsServer(ThreadingHTTPServer):
-    """Serves a registry; bounded in connections and in their silence, since it may be open to other machines."""
+    """Serves a registry; bounded in connections and in their time, since it may be open to other machines."""
 
     daemon_threads = True
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry, ready: Callable[[], bool] | None) -> None:
         self.ready = ready
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._open: dict[socket.socket, None] = {}  # the oldest first
+        self._began_s: dict[socket.socket, float] = {}
         super().__init__((host, port), _Handler.factory(registry))
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer on a thread."""
-        if len(self._open) >= CONNECTIONS_MAX:
-            oldest = next(iter(self._open))
-            self._open.pop(oldest)
-            with suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)
-        self._open[request] = None
+        if len(self._began_s) >= CONNECTIONS_MAX:
+            self._cut_off(next(iter(self._began_s)))
+        self._began_s[request] = time.monotonic()
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         """End a connection, on its thread."""
-        self._open.pop(request, None)
+        self._began_s.pop(request, None)
         super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Cut off what is too slow: called twice a second."""
+        before = time.monotonic() - CONNECTION_S
+        for request in [request for request, began_s in [*self._began_s.items()] if began_s < before]:
+            self._cut_off(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log what failed, unless it is the connection."""
         if not isinstance(error := sys.exception(), OSError):
             logger.error("a scrape failed: %r", error)
 
+    def _cut_off(self, request: socket.socket) -> None:
+        self._began_s.pop(request, None)
+        with suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
 
 class _Handler(MetricsHandler):
-    timeout = CONNECTION_S
-
     def do_GET(self) -> None:
         assert isinstance(self.server, MetricsServer)
         if self.path != "/ready" or self.server.ready is None:

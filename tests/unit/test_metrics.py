@@ -259,7 +259,7 @@ def test_metrics_are_served_where_nothing_else_listens(plane: ControlPlane) -> N
 def test_connections_that_say_nothing_take_few_threads_and_hold_up_no_scrape(
     plane: ControlPlane, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(exposition._Handler, "timeout", 0.5)
+    monkeypatch.setattr(exposition, "CONNECTION_S", 0.5)
     threads = threading.active_count()
     served, end = serve_metrics(BusCollector(plane), "0")
     address = ("127.0.0.1", int(served.split(":")[2].removesuffix("/metrics")))
