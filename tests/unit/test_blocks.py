@@ -35,6 +35,7 @@ RUN_BY: Final = {
     "docs/timeline.md": "tests/test_readme.py",
     "docs/trainers/gateway.md": "tests/trainers/test_gateway_http.py",
     "docs/trainers/openrlhf.md": "tests/trainers/test_openrlhf.py",
+    "docs/trainers/roll.md": "tests/trainers/test_roll.py",
 }
 """The test of each page that runs its blocks."""
 EVERY: Final = [block for page in PAGES for block in blocks_of(page)]
