@@ -52,6 +52,18 @@ def test_each_block_is_run_by_a_test_or_says_why_not() -> None:
         assert page in (ROOT / test).read_text("utf-8"), f"{test} does not name {page}"
 
 
+def test_each_page_of_a_trainer_says_the_commits_and_versions_that_its_rows_in_the_table_do() -> None:
+    table = (ROOT / "docs/trainers/index.md").read_text("utf-8")
+    rows = re.findall(r"^\| \[[^]]+\]\(([\w-]+\.md)[^|]*\| ([^|]+) \|", table, re.MULTILINE)
+    rows = [row for row in rows if row[1] != "-"]
+    doors = {path.name for path in (ROOT / "docs/trainers").glob("*.md")} - {"index.md", "gateway.md"}
+    assert {page for page, _ in rows} == doors
+    for page, read in rows:
+        said = re.findall(r"`[0-9a-f]{8,9}`|\d+\.\d+\.\d+", read)
+        text = (ROOT / "docs/trainers" / page).read_text("utf-8")
+        assert said and not [each for each in said if each not in text], page
+
+
 def test_each_test_and_file_that_a_page_names_exists() -> None:
     defined = {name for path in TESTS.rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())}
     defined |= {path.stem for path in TESTS.rglob("test_*.py")}
