@@ -176,7 +176,8 @@ def pipeline(tmp_path: Path, ray_with: RayWith) -> Iterator[Any]:
 
 def test_roll_moves_its_weights_under_a_pause_of_all_engines_which_commit_together_or_not(pipeline: Any) -> None:
     def engines(look: Any) -> list[Any]:
-        return ray.get([each.__ray_call__.remote(look) for each in pipeline.actor_infer.workers])
+        found: list[Any] = ray.get([each.__ray_call__.remote(look) for each in pipeline.actor_infer.workers])
+        return found
 
     def seen(worker: Any) -> list[str]:
         model = worker.strategy.model
