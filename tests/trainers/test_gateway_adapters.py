@@ -23,7 +23,7 @@ from schemas.errors import EngineError
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
 from tests.engines.tiny_lora import PROMPT, expected, lora
 from tests.trainers.gateway_fleet import GatewayFleet, gateway_fleet, on_a_thread
-from tests.trainers.posting_trainers import HTTP, AReaL, PrimeRL, SkyRL
+from tests.trainers.posting_trainers import HTTP, AdminPlane, AReaL, PrimeRL, SkyRL
 from tests.waiting import until, wait_until
 from workers.engines.tiny.model import TinyConfig, TinyModel
 from workers.engines.tiny.server import TinyClient
@@ -123,8 +123,11 @@ def lora_run(tmp_path: Path) -> Iterator[LoRAFleet]:
 NAME = "r2-a1.0"  # as prime-rl names it by default
 
 
-def test_prime_rl_moves_both_replicas_to_each_version_of_its_adapter(lora_run: LoRAFleet) -> None:
-    trainer = PrimeRL([f"{url}/v1" for url in lora_run.urls])
+@pytest.mark.parametrize("client", [PrimeRL, AdminPlane])
+def test_prime_rl_moves_both_replicas_to_each_version_of_its_adapter(
+    lora_run: LoRAFleet, client: type[PrimeRL]
+) -> None:
+    trainer = client([f"{url}/v1" for url in lora_run.urls])
     base = [lora_run.tokens(replica, "") for replica in (0, 1)]
     for step in (1, 2, 3):
         directory = lora_run.write(f"broadcasts/step_{step}", step, prefix="")  # its names have no prefix
@@ -273,16 +276,17 @@ def test_the_newest_version_of_areal_is_not_unloaded_alone(ports: LoRAFleet) -> 
     assert answer.status_code == 409 and "Unload lora to drop the adapter" in answer.json()["message"]
 
 
-def test_areal_is_told_why_in_its_error(ports: LoRAFleet) -> None:
+def test_areal_is_told_why_in_its_error_and_a_request_for_what_was_refused_is_404(ports: LoRAFleet) -> None:
     trainer = AReaL(ports.fleet.addresses)
+    asyncio.run(trainer.update_adapter("lora", 1, ports.run / "v1", partial(ports.write, "v1", 1)))
     with pytest.raises(RuntimeError, match="r 5"):
-        save = partial(broken_adapter, ports)
-        asyncio.run(trainer.update_adapter("lora", 1, ports.run / "v1", save))
-    assert ports.ask(0, "").status_code == 200
+        asyncio.run(trainer.update_adapter("lora", 2, ports.run / "v2", partial(broken_adapter, ports, "v2")))
+    assert ports.ask(0, "lora-v2", "lora_path").status_code == 404
+    assert ports.serves("lora-v1", 1, field="lora_path") and ports.ask(0, "").status_code == 200
 
 
-def broken_adapter(fleet: LoRAFleet) -> None:
-    config = fleet.write("v1", 1) / "adapter_config.json"
+def broken_adapter(fleet: LoRAFleet, path: str) -> None:
+    config = fleet.write(path, 1) / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "r": 5}))
 
 

@@ -6,8 +6,6 @@ What the recipe uses was read at 3c3be623 and in the package 0.11.2: `BasePPOTra
 a task.
 """
 
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import ray
 from controlplane.analysis.invariants import verify
 from controlplane.record.log import RunLog
 from tests.pages import module_of
-from tests.running import ROOT
+from tests.trainers.conftest import RayWith
 from tests.trainers.gateway_fleet import digest_of
 from workers.engines.tiny.server import TinyClient
 
@@ -82,7 +80,9 @@ class RayActorGroup:
 @ray.remote
 class RolloutRayActor:
     async def __init__(self):
-        self.llm = SimpleNamespace(output_handler=asyncio.create_task(asyncio.sleep(3600)))
+        parallel = SimpleNamespace(world_size=2)
+        handler = asyncio.create_task(asyncio.sleep(3600))
+        self.llm = SimpleNamespace(output_handler=handler, vllm_config=SimpleNamespace(parallel_config=parallel))
 
     async def reset_prefix_cache(self):
         """A method of its own, so that the actor is an asynchronous one."""
@@ -90,7 +90,7 @@ class RolloutRayActor:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def recipe(tmp_path: Path, ray_with: RayWith) -> Iterator[Any]:
     """The recipe's module, whose engines are tiny ones, and OpenRLHF's classes, in a cluster with the hook."""
     module = module_of("docs/trainers/openrlhf.md", "openrlhf_bus", tmp_path)
     text = module.read_text()
@@ -98,34 +98,18 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         ("workers.engines.vllm.engine import VLLMEngine", "workers.engines.tiny.engine import TinyEngine"),
         ("    from workers.engines.vllm.in_process import AsyncLLMClient\n", ""),
         (
-            ", client = Identity(replica=replica, node_rank=0), AsyncLLMClient(actor.llm)",
-            " = Identity(replica=replica, node_rank=0)",
+            "identity, client = Identity(replica=replica, node_rank=0, gpus_per_node=gpus), AsyncLLMClient(actor.llm)",
+            "identity = Identity(replica=replica, node_rank=0, gpus_per_node=gpus)",
         ),
         ("VLLMEngine(identity, client,", 'TinyEngine(identity, serve=f"ipc://{FOLDER}/front-{replica}", seed=7,'),
     ):
         assert theirs in text
         text = text.replace(theirs, ours)
     module.write_text(text)
-    package = tmp_path / "openrlhf" / "trainer"
-    package.mkdir(parents=True)
-    for folder in (package.parent, package):
-        (folder / "__init__.py").touch()
-    (package / "ppo_trainer.py").write_text(STAND_IN)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-    monkeypatch.setenv("ROLLOUTCTL_FOLDER", str(tmp_path))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.syspath_prepend(tmp_path)
-    environment = {"worker_process_setup_hook": "openrlhf_bus.hook"}
-    options: dict[str, Any] = {"num_cpus": 8, "include_dashboard": False, "object_store_memory": 100_000_000}
-    ray.init("local", runtime_env=environment, log_to_driver=False, **options)
-    try:
+    with ray_with("openrlhf.trainer.ppo_trainer", STAND_IN, worker_process_setup_hook="openrlhf_bus.hook"):
         from openrlhf.trainer import ppo_trainer  # type: ignore[import-not-found]
 
         yield ppo_trainer
-    finally:
-        ray.shutdown()
-        for name in [name for name in sys.modules if name.partition(".")[0] == "openrlhf"]:
-            del sys.modules[name]
 
 
 def test_openrlhf_brings_all_engines_to_each_policy_or_none(recipe: Any, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ RUN_BY: Final = {
     "docs/timeline.md": "tests/test_readme.py",
     "docs/trainers/gateway.md": "tests/trainers/test_gateway_http.py",
     "docs/trainers/openrlhf.md": "tests/trainers/test_openrlhf.py",
+    "docs/trainers/roll.md": "tests/trainers/test_roll.py",
 }
 """The test of each page that runs its blocks."""
 EVERY: Final = [block for page in PAGES for block in blocks_of(page)]
@@ -49,6 +50,18 @@ def test_each_block_is_run_by_a_test_or_says_why_not() -> None:
     for page, test in RUN_BY.items():
         assert any(block.page == page and block.not_run is None for block in EVERY), f"{page} has no block to run"
         assert page in (ROOT / test).read_text("utf-8"), f"{test} does not name {page}"
+
+
+def test_each_page_of_a_trainer_says_the_commits_and_versions_that_its_rows_in_the_table_do() -> None:
+    table = (ROOT / "docs/trainers/index.md").read_text("utf-8")
+    rows = re.findall(r"^\| \[[^]]+\]\(([\w-]+\.md)[^|]*\| ([^|]+) \|", table, re.MULTILINE)
+    rows = [row for row in rows if row[1] != "-"]
+    doors = {path.name for path in (ROOT / "docs/trainers").glob("*.md")} - {"index.md", "gateway.md"}
+    assert {page for page, _ in rows} == doors
+    for page, read in rows:
+        said = re.findall(r"`[0-9a-f]{8,9}`|\d+\.\d+\.\d+", read)
+        text = (ROOT / "docs/trainers" / page).read_text("utf-8")
+        assert said and not [each for each in said if each not in text], page
 
 
 def test_each_test_and_file_that_a_page_names_exists() -> None:
