@@ -108,6 +108,7 @@ def test_each_agent_lands_on_its_node_and_a_command_reaches_all(
             placement.wait_ready()
 
 
+@pytest.mark.long
 def test_an_agent_whose_process_is_killed_comes_back_and_the_fleet_is_complete_again(
     plane: ControlPlane, tmp_path: Path, nodes: list[str]
 ) -> None:
@@ -132,6 +133,7 @@ def test_an_agent_whose_process_is_killed_comes_back_and_the_fleet_is_complete_a
         assert (resumed.acted, resumed.skipped) == (("0.0",), ("0.1",))
 
 
+@pytest.mark.long
 def test_placed_agents_command_the_servers_of_their_nodes_across_a_death(
     plane: ControlPlane, tmp_path: Path, nodes: list[str]
 ) -> None:
@@ -211,6 +213,7 @@ def test_nothing_is_started_where_it_cannot_run(
     assert plane.status().agents == ()
 
 
+@pytest.mark.long
 def test_an_agent_in_a_placement_group_holds_the_gpus_of_its_bundle(
     cluster: Cluster, plane: ControlPlane, tmp_path: Path
 ) -> None:
@@ -228,6 +231,7 @@ def test_an_agent_in_a_placement_group_holds_the_gpus_of_its_bundle(
         first_node_address()
 
 
+@pytest.mark.long
 def test_an_agent_whose_node_is_gone_is_gone_too(
     cluster: Cluster, plane: ControlPlane, tmp_path: Path, nodes: list[str]
 ) -> None:
@@ -242,6 +246,7 @@ def test_an_agent_whose_node_is_gone_is_gone_too(
         assert plane.pause().wait().acted == ("0.0",)
 
 
+@pytest.mark.long
 def test_agents_on_ray_bring_the_keys_of_their_nodes(nodes: list[str], tmp_path: Path) -> None:
     """Ray carries the path of a key file, and no key."""
     folder = KeyFolder(tmp_path / "keys")

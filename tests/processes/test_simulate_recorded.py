@@ -63,6 +63,8 @@ after_s = 0.2
 """
 STEPS = 12
 
+pytestmark = pytest.mark.long
+
 
 def sync(fleet: StagingFleet, folder: Path, quorum: int) -> list[LogItem]:
     """Record syncs of three replicas, and return all of the run's log."""
@@ -75,7 +77,6 @@ def sync(fleet: StagingFleet, folder: Path, quorum: int) -> list[LogItem]:
     return list(RunLog.walk(folder / "run.db"))
 
 
-@pytest.mark.long
 def test_a_recorded_run_is_simulated_as_it_was_and_another_policy_as_it_is(tmp_path: Path) -> None:
     torch.manual_seed(0)
     save(TinyModel(TinyConfig()), tmp_path / "weights")

@@ -22,7 +22,7 @@ from tests.running import ROOT
 from tests.trainers.gateway_fleet import digest_of
 from workers.engines.tiny.server import TinyClient
 
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.long]
 
 STAND_IN = '''
 """What the recipe finds in OpenRLHF."""
