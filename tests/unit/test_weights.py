@@ -1,13 +1,9 @@
 """A weight sync from its request to its report: which replicas take part, which drop out, and what meets the quorum."""
 
-from typing import Any
-
 import pytest
 from msgspec.structs import replace
 
-from controlplane.machine.coordinator_state import Sync
-from controlplane.machine.events import OnUnreachable, Publish, SyncRequested
-from controlplane.machine.quorum import primary_conclusions, shortfall, with_conclusions
+from controlplane.machine.events import OnUnreachable, Publish
 from controlplane.machine.replicas import proven_replicas
 from controlplane.machine.status import fleet_status
 from schemas.agent_status import AgentStatus
@@ -15,8 +11,7 @@ from schemas.commands import Checkpoint, EngineCommand, Target, WeightSync
 from schemas.desired import Committed, Desired
 from schemas.errors import CommandFailed
 from schemas.identity import RolloutMode
-from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing, Outcome, Reason, Skipped
-from schemas.reports import AgentOutcome, Report
+from schemas.outcomes import Acted, ErrorKind, Failed, Outcome, Reason, Skipped
 from tests.unit.fleets import DONE, NO, NOT_PRIMARY, Coordinator, lines
 
 ALREADY, STALE = Skipped(Reason.ALREADY), Skipped(Reason.STALE_VERSION)
@@ -432,7 +427,7 @@ def test_a_replica_that_restarts_during_a_sync_is_not_quarantined() -> None:
     bus.answer(a0_0=DONE, a1_0=DONE)
     bus.lose("2.0")
     assert bus.arrive("2.0", "b").quarantined == 0
-    bus.answer(a0_0=DONE, a1_0=DONE)
+    bus.answer(a0_0=DONE, a1_0=DONE, a2_0=NO)
     assert phase(bus) == WeightSync(phase="commit", version=1, source=V1)
 
 
@@ -512,46 +507,6 @@ def test_a_judge_that_returns_to_the_next_trainer_in_the_middle_of_a_sync_takes_
     assert bus.synced[0].status == "committed" and bus.state.desired[3] == Desired()
 
 
-# --- the phases by themselves -----------------------------------------------------------------------------------------
-
-
-def report(**conclusions: Conclusion) -> Report:
-    outcomes = tuple(
-        AgentOutcome(agent=name[1:].replace("_", "."), conclusion=conclusion)
-        for name, conclusion in conclusions.items()
-    )
-    return Report(seq=1, origin=1, command=WeightSync(phase="load", version=1), outcomes=outcomes)
-
-
-REQUEST = SyncRequested(
-    at_us=0,
-    at_ns=0,
-    ticket=1,
-    version=1,
-    source=V1,
-    manifest=None,
-    in_flight="abort",
-    quorum=None,
-    target=Target(),
-    timeout_ms=1,
-)
-KNOWN = frozenset({0, 1, 2, 3})
-SYNC = Sync(request=REQUEST, version=1, phase="load", members=frozenset({0, 1, 2}))
-
-
-def test_the_conclusion_of_a_replica_is_that_of_its_primary() -> None:
-    outcomes = report(a0_0=DONE, a0_1=NOT_PRIMARY, a12_0=NO, a13_0=NO).outcomes
-    assert primary_conclusions(outcomes, frozenset({0, 12})) == {0: DONE, 12: NO}
-
-
-def after(sync: Sync = SYNC, **outcomes: Conclusion) -> tuple[Sync, str]:
-    """The sync after a load phase, and why that did not meet the quorum."""
-    ended = report(**outcomes)
-    conclusions = primary_conclusions(ended.outcomes, KNOWN)
-    sync = with_conclusions(sync, ended, conclusions)
-    return sync, shortfall(sync, conclusions)
-
-
 @pytest.mark.parametrize(
     ("conclusion", "succeeded"),
     [
@@ -559,28 +514,13 @@ def after(sync: Sync = SYNC, **outcomes: Conclusion) -> tuple[Sync, str]:
         (ALREADY, True),
         (Skipped(Reason.EXPIRED), False),
         (Failed(ErrorKind.UNKNOWN, "?"), False),
-        (Missing("deadline"), False),
     ],
 )
-def test_only_acted_and_already_count_as_success(conclusion: Conclusion, succeeded: bool) -> None:
-    sync, _ = after(a0_0=DONE, a1_0=DONE, a2_0=conclusion)
-    assert sync.lost == (frozenset() if succeeded else {2})
-
-
-def test_a_replica_that_restarted_stays_in_the_sync_though_it_failed_before() -> None:
-    sync, _ = after(replace(SYNC, restarted=frozenset({2}), lost=frozenset({2})), a0_0=DONE, a1_0=DONE, a2_0=NO)
-    assert sync.lost == frozenset()
-
-
-@pytest.mark.parametrize("reason", ["absent", "gone", "restarted", "engine_down"])
-def test_a_replica_that_is_away_is_left_out_and_not_quarantined(reason: Any) -> None:
-    sync, short = after(a0_0=DONE, a1_0=DONE, a2_0=Missing(reason))
-    assert sync.lost == frozenset() and short == ""
-
-
-def test_a_replica_that_joins_later_is_a_member_from_then_on() -> None:
-    sync, _ = after(a0_0=DONE, a1_0=DONE, a2_0=DONE, a3_0=NO)
-    assert sync.members == {0, 1, 2, 3} and sync.lost == {3}
+def test_only_acted_and_already_count_as_success(conclusion: Outcome, succeeded: bool) -> None:
+    bus = fleet()
+    bus.sync(1)
+    run_phases(bus, ALL, {**ALL, "2": conclusion})
+    assert phase(bus).quarantine == (frozenset() if succeeded else {2})
 
 
 def test_a_replica_that_restarted_and_does_not_serve_is_named() -> None:
