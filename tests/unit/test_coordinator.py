@@ -10,13 +10,12 @@ from controlplane.machine.events import Conclude, CoordinatorEvent, Publish
 from controlplane.machine.publishing import PAGE
 from controlplane.machine.status import fleet_status
 from schemas.agent_status import AgentStatus, Clock
-from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
+from schemas.commands import EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
 from schemas.desired import Desired
-from schemas.formatting import describe
 from schemas.outcomes import Missing, Reason, Skipped
 from schemas.wire import MAX_COMMAND_BYTES, Rejoin, decode_command
 from tests.unit.fleets import DONE, NO, NOT_PRIMARY, SECOND_US, Coordinator, lines
-from tests.unit.machines import START, STOP, sync
+from tests.unit.machines import START, sync
 
 PAUSE, RESUME, FLUSH = (EngineCommand(operation=operation) for operation in ("pause", "resume", "flush"))
 
@@ -69,14 +68,6 @@ def test_a_targeted_command_is_open_for_all_and_changes_the_desired_state_of_its
     assert bus.state.desired == {0: Desired(), 1: Desired(generation="paused")}
 
 
-def test_a_decision_does_not_change_the_state_before_it() -> None:
-    bus = Coordinator("0.0", "1.0")
-    before = bus.state
-    bus.issue(PAUSE)
-    bus.answer(a0_0=DONE)
-    assert before.desired == {0: Desired(), 1: Desired()} and before.seq == 1 and before.open == ()
-
-
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
@@ -107,12 +98,6 @@ def test_an_answer_to_the_same_seq_of_another_epoch_is_ignored() -> None:
     before = bus.state
     bus.answer(a0_0=DONE, origin=9)
     assert bus.state == before and bus.effects == ()
-
-
-def test_an_answer_to_an_unknown_command_is_ignored() -> None:
-    bus = Coordinator("0.0")
-    bus.answer(77, a0_0=DONE)
-    assert bus.effects == ()
 
 
 def test_an_answer_after_the_end_changes_nothing() -> None:
@@ -301,20 +286,6 @@ def test_closing_in_the_middle_of_a_sync_aborts_it() -> None:
 
 
 # --- for people -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (START, "profile start step 3"),
-        (STOP, "profile stop step 3"),
-        (PAUSE, "pause"),
-        (sync("commit", 4), "weights commit v4"),
-        (EpochStart(previous_epoch=0, logic=1), "epoch start"),
-    ],
-)
-def test_a_command_has_a_short_description(body: Command, words: str) -> None:
-    assert describe(body) == words
 
 
 def test_a_status_says_how_long_an_engine_call_has_been_in_flight() -> None:

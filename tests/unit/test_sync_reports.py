@@ -135,14 +135,6 @@ def test_a_replica_that_a_commit_quarantines_has_not_loaded_though_it_carried_ou
     assert proven_replicas(bus.state).unproven == {2}
 
 
-def test_a_sync_that_no_agent_failed_says_why_it_was_aborted_and_for_which() -> None:
-    bus = fleet()
-    bus.sync(1)
-    run_phases(bus, dict.fromkeys("012", Skipped(Reason.EXPIRED)), ALL)
-    with pytest.raises(CommandFailed, match="0 of 3 replicas prepared, and 2 must: not replicas 0 … 2"):
-        bus.synced[0].raise_for_failures()
-
-
 # --- unproven ---------------------------------------------------------------------------------------------------------
 
 

@@ -29,13 +29,6 @@ def test_without_a_version_the_run_counts_on_from_the_newest_that_was_ever_reque
     assert versions == [1, 7, 8, 3, 9]
 
 
-def test_the_report_says_which_version_the_run_chose() -> None:
-    bus = fleet()
-    bus.sync(None)
-    run_phases(bus, ALL, ALL, ALL)
-    assert bus.synced[0].version == 1 and bus.state.default_desired.version == 1
-
-
 def test_a_run_can_still_count_on_from_the_largest_version_that_may_be_asked_for() -> None:
     bus = fleet()
     ticket = bus.sync(VERSION_MAX + 1)

@@ -64,13 +64,6 @@ def test_a_sync_goes_from_prepare_through_load_to_commit() -> None:
     report.raise_for_failures()
 
 
-def test_a_replica_that_has_the_version_already_counts_as_loaded() -> None:
-    bus = fleet()
-    bus.sync(1)
-    run_phases(bus, ALL, {**ALL, "2": ALREADY}, ALL)
-    assert bus.synced[0].loaded == (0, 1, 2)
-
-
 def test_only_the_primary_speaks_for_its_replica() -> None:
     bus = Coordinator("0.0", "0.1", "1.0", "1.1")
     bus.sync(1)
@@ -113,13 +106,6 @@ def test_a_quarantined_replica_that_pauses_has_neither_loaded_nor_met_the_quorum
     run_phases(bus, BUT_2, ALL, ALL)
     (report,) = bus.synced
     assert (report.loaded, report.quarantined) == ((0, 1), (2,))
-
-
-def test_a_replica_that_cannot_load_is_quarantined_by_the_commit() -> None:
-    bus = fleet()
-    bus.sync(1)
-    run_phases(bus, ALL, BUT_2)
-    assert phase(bus) == WeightSync(phase="commit", version=1, source=V1, quarantine=frozenset({2}))
 
 
 def test_a_quarantine_keeps_no_replica_that_joins_later_out_of_the_sync() -> None:
