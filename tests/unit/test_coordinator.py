@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 from msgspec.structs import replace
 
-from controlplane.machine.coordinator import EPOCH_START_TIMEOUT_MS, REACTIONS, CoordinatorState, decide, next_deadline
+from controlplane.machine.coordinator import EPOCH_START_TIMEOUT_MS, REACTIONS, next_deadline
 from controlplane.machine.events import Conclude, CoordinatorEvent, Publish
 from controlplane.machine.publishing import PAGE
 from controlplane.machine.status import fleet_status
@@ -42,13 +42,6 @@ def test_agents_have_a_little_less_time_than_the_trainer_waits(timeout_ms: int, 
     bus = Coordinator("0.0")
     bus.issue(PAUSE, timeout_ms=timeout_ms)
     assert bus.of(Publish)[0].envelope.ttl_ms == ttl_ms
-
-
-def test_a_command_without_agents_ends_at_once() -> None:
-    bus = Coordinator()
-    ticket = bus.issue(PAUSE)
-    (end,) = bus.of(Conclude)
-    assert end.ticket == ticket and bus.state.open == ()
 
 
 def test_a_command_that_is_too_large_is_refused_and_changes_nothing() -> None:
@@ -98,24 +91,6 @@ def test_an_answer_to_the_same_seq_of_another_epoch_is_ignored() -> None:
     before = bus.state
     bus.answer(a0_0=DONE, origin=9)
     assert bus.state == before and bus.effects == ()
-
-
-def test_an_answer_after_the_end_changes_nothing() -> None:
-    bus = Coordinator("0.0")
-    bus.issue(PAUSE, timeout_ms=1000)
-    bus.time(SECOND_US)
-    assert [lines(report) for report in bus.reports] == [{"0.0": "deadline"}]
-    bus.answer(a0_0=DONE)
-    assert bus.effects == ()
-
-
-def test_commands_end_in_the_order_in_which_their_answers_come() -> None:
-    bus = Coordinator("0.0", "1.0")
-    first, second = bus.issue(PAUSE), bus.issue(FLUSH)
-    bus.answer(3, a0_0=DONE, a1_0=DONE)
-    assert [effect.ticket for effect in bus.of(Conclude)] == [second]
-    bus.answer(2, a0_0=DONE, a1_0=DONE)
-    assert [effect.ticket for effect in bus.of(Conclude)] == [first]
 
 
 def test_a_failed_start_withdraws_the_session_from_that_replica_only() -> None:
@@ -193,23 +168,6 @@ def test_a_life_begins_with_an_epoch_start() -> None:
     assert published.envelope.ttl_ms == EPOCH_START_TIMEOUT_MS - 1000
 
 
-def test_the_next_life_keeps_counting_in_the_next_epoch() -> None:
-    bus = Coordinator("0.0")
-    bus.issue(FLUSH)
-    bus.open()
-    (published,) = bus.of(Publish)
-    assert (published.epoch, published.seq) == (2, 3)
-    assert bus.published == [EpochStart(previous_epoch=1, logic=1)]
-
-
-def test_commands_of_an_earlier_life_end_as_missing() -> None:
-    bus = Coordinator("0.0", "1.0")
-    ticket = bus.issue(PAUSE)
-    bus.answer(a0_0=DONE)
-    bus.open()
-    assert lines(bus.reports[0]) == {"0.0": DONE, "1.0": "bus_restarted"} and bus.of(Conclude)[0].ticket == ticket
-
-
 def test_agents_of_an_earlier_life_must_say_hello_again_and_keep_their_incarnation() -> None:
     bus = Coordinator("0.0")
     bus.open()
@@ -252,18 +210,6 @@ def test_records_of_an_earlier_life_are_replayed_without_time_left() -> None:
     bus.arrive("0.0")
     bus.request_resend("0.0", 2)
     assert [(record.origin, record.envelope.ttl_ms) for record in bus.replayed] == [(1, 0), (2, 59_000)]
-
-
-def test_folding_the_events_again_gives_the_same_state_and_effects() -> None:
-    bus = Coordinator("0.0", "1.0")
-    bus.sync(1)
-    bus.answer(a0_0=DONE, a1_0=NO)
-    bus.lose("1.0")
-    bus.open()
-    state, effects = CoordinatorState(), bus.effects
-    for event in bus.history:
-        state, effects = decide(state, event)
-    assert (state, effects) == (bus.state, bus.effects)
 
 
 def test_closing_ends_open_commands_and_publishes_nothing() -> None:

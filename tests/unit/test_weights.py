@@ -72,14 +72,6 @@ def test_only_the_primary_speaks_for_its_replica() -> None:
     assert (bus.synced[0].loaded, bus.synced[0].quarantined) == ((0, 1), ())
 
 
-@pytest.mark.parametrize("skip", [NEVER, OTHERS], ids=["never", "others"])
-def test_a_replica_that_takes_no_part_is_neither_counted_nor_quarantined(skip: Skipped) -> None:
-    bus = fleet()
-    bus.sync(1, quorum=2)
-    run_phases(bus, *[{**ALL, "2": skip}] * 3)
-    assert (bus.synced[0].loaded, bus.synced[0].quarantined) == ((0, 1), ())
-
-
 # --- dropping out -----------------------------------------------------------------------------------------------------
 
 
@@ -198,17 +190,6 @@ def test_a_phase_waits_for_an_engine_that_has_done_what_the_last_one_asked_for_s
     assert (report.status, report.loaded, report.unproven) == ("committed", (1,), (2,))
 
 
-def test_an_engine_that_goes_down_after_it_has_loaded_is_not_waited_for() -> None:
-    bus = fleet()
-    bus.sync(1, quorum=1)
-    for _ in range(2):
-        bus.answer(a0_0=DONE, a1_0=DONE, a2_0=DONE)
-    bus.status("2.0", LAUNCHING)
-    bus.answer(a0_0=DONE, a1_0=DONE)
-    (report,) = bus.synced
-    assert (report.status, report.loaded, report.unproven) == ("committed", (0, 1), (2,))
-
-
 def test_a_phase_goes_on_as_soon_as_an_engine_is_known_to_be_down() -> None:
     bus = fleet()
     bus.sync(1)
@@ -252,15 +233,6 @@ def test_to_name_all_replicas_is_to_name_none() -> None:
     for _ in range(3):
         bus.answer(a0_0=DONE, a1_0=DONE, a2_0=DONE, a3_0=NEVER)
     assert bus.state.default_desired.version == 1 and fleet_status(bus.state, 0, "log", {}).version == 1
-
-
-def test_the_version_of_the_fleet_is_the_newest_that_any_replica_was_committed_to() -> None:
-    bus = fleet()
-    bus.sync(1, target=Target(replicas=frozenset({0, 1})))
-    assert bus.of(Publish)[0].envelope.target == Target(replicas=frozenset({0, 1}))
-    for _ in range(3):
-        bus.answer(a0_0=DONE, a1_0=DONE, a2_0=OTHERS)
-    assert bus.state.default_desired.version == 0 and fleet_status(bus.state, 0, "log", {}).version == 1
 
 
 # --- quorum -----------------------------------------------------------------------------------------------------------
@@ -336,14 +308,6 @@ def test_an_aborted_sync_quarantines_no_replica_and_names_those_that_failed() ->
     short = "weights v1 aborted: 1 of 3 replicas loaded, and 2 must: not replicas 1, 2"
     assert str(caught.value).startswith(f"weight sync did not succeed everywhere: {short}\n")
     assert "1.0, 2.0: failed engine_error: It burns." in str(caught.value)
-
-
-def test_a_version_that_all_replicas_have_or_passed_ends_as_stale() -> None:
-    bus = fleet()
-    bus.sync(1)
-    run_phases(bus, dict.fromkeys("012", STALE))
-    assert [report.status for report in bus.synced] == ["stale"] and bus.published == []
-    assert bus.state.sync is None
 
 
 def test_a_sync_to_a_version_that_one_replica_serves_already_brings_the_others_to_it() -> None:
@@ -453,16 +417,6 @@ def test_a_restart_ends_a_quarantine_and_a_reconnect_does_not() -> None:
     assert desired == [Desired(committed=committed, quarantined=1), Desired(committed=committed)]
 
 
-def test_the_next_sync_includes_quarantined_replicas() -> None:
-    bus = fleet()
-    bus.sync(1)
-    run_phases(bus, BUT_2, BUT_2, BUT_2)
-    bus.sync(2)
-    run_phases(bus, ALL, ALL, ALL)
-    assert bus.synced[0].quarantined == ()
-    assert {desired.quarantined for desired in bus.state.desired.values()} == {0}
-
-
 def test_a_sync_of_some_replicas_leaves_the_others_where_they_are() -> None:
     bus = fleet()
     bus.sync(1, target=Target(replicas=frozenset({0, 1})))
@@ -470,12 +424,6 @@ def test_a_sync_of_some_replicas_leaves_the_others_where_they_are() -> None:
     assert bus.synced[0].loaded == (0, 1)
     assert [bus.state.desired[replica].version for replica in (0, 1, 2)] == [1, 1, 0]
     assert bus.state.default_desired.version == 0
-
-
-def test_a_colocated_replica_that_joins_during_a_sync_takes_no_part() -> None:
-    bus = fleet()
-    bus.sync(1)
-    assert bus.arrive("3.0", mode=RolloutMode.COLOCATED) == Desired()
 
 
 def test_a_judge_that_returns_to_the_next_trainer_in_the_middle_of_a_sync_takes_no_part() -> None:
