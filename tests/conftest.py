@@ -1,9 +1,10 @@
 """Fixtures for every test."""
 
+import gc
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -35,13 +36,28 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage in what is imported and collected: it stays, and each look takes long."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run each async test on every loop that the shells run on, or on asyncio alone if it is marked `one_loop`."""
+    """Run each async test on every loop that the shells run on, or on asyncio alone if it is marked `one_loop`.
+
+    `every_loop` is for a test that depends on the loop, in a module that is marked `one_loop`.
+    """
     if "anyio_backend" not in metafunc.fixturenames:
         return
     if any("anyio_backend" in marker.args[0] for marker in metafunc.definition.iter_markers("parametrize")):
         return
-    loops = LOOPS[:1] if metafunc.definition.get_closest_marker("one_loop") else LOOPS
+    closest = metafunc.definition.get_closest_marker
+    loops = LOOPS[:1] if closest("one_loop") and not closest("every_loop") else LOOPS
     metafunc.parametrize("anyio_backend", loops, indirect=True)
 
 

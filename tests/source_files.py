@@ -26,6 +26,11 @@ class Source:
     def nodes(self) -> list[ast.AST]:
         return list(ast.walk(self.tree))
 
+    def forget(self) -> None:
+        """Give up the syntax, which is parsed again if it is asked for."""
+        self.__dict__.pop("tree", None)
+        self.__dict__.pop("nodes", None)
+
     @property
     def room(self) -> str:
         """The top directory."""

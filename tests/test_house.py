@@ -6,7 +6,8 @@ snippets in `CAUGHT` which show that it can fail. To move a module into or out o
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -257,6 +258,7 @@ def rooms_on_use(source: Source) -> Iterator[Wrong]:
             yield Wrong(source, found.line, f"loads {found.module} on import: import it where it is used")
 
 
+@cache
 def needs_extra(path: str, name: str | None) -> bool:
     """Whether importing this module imports an optional dependency. A module that doesn't exist counts as one."""
     package = () if name is not None else (ROOT / path / "__init__.py",)
@@ -395,42 +397,41 @@ def pure_patterns(files: list[Source]) -> Iterator[Wrong]:
 
 # --- over the tree ----------------------------------------------------------------------------------------------------
 
-EVERYWHERE: tuple[Rule, ...] = (file_size, function_size, names)
-PRODUCT_AND_TESTS: tuple[Rule, ...] = (no_sleeping,)
-IN_THE_PRODUCT: tuple[Rule, ...] = (
-    arrows,
-    struct_annotations,
-    struct_fields,
-    safe_loading,
-    heavy_imports,
-    rooms_on_use,
-    docstring_lines,
-    public_arguments,
-    public_fields,
-    plain_words,
+SCOPES: tuple[tuple[Callable[[Source], bool], tuple[Rule, ...]], ...] = (
+    (lambda source: True, (file_size, function_size, names)),
+    (lambda source: source.room != "bench", (no_sleeping,)),
+    (
+        lambda source: source.room in PRODUCT,
+        (
+            *(arrows, struct_annotations, struct_fields, safe_loading, heavy_imports, rooms_on_use),
+            *(docstring_lines, public_arguments, public_fields, plain_words),
+        ),
+    ),
+    (lambda source: source.within(PURE), (pure_imports, pure_expressions)),
 )
-IN_PURE_MODULES: tuple[Rule, ...] = (pure_imports, pure_expressions)
 OVER_THE_PRODUCT: tuple[TreeRule, ...] = (import_circles, class_names, file_names, product_size, pure_patterns)
 
 
-def keep(rule: Rule | TreeRule, wrong: Iterator[Wrong]) -> None:
+@cache
+def broken() -> dict[Rule, list[Wrong]]:
+    """What breaks each rule for one file. Each file is parsed in its turn: the syntax of all takes a gigabyte."""
+    found: dict[Rule, list[Wrong]] = {}
+    for source in sources(*PRODUCT, "tests", "bench"):
+        for rule in (rule for applies, rules in SCOPES if applies(source) for rule in rules):
+            found.setdefault(rule, []).extend(rule(source))
+        source.forget()
+    return found
+
+
+def keep(rule: Rule | TreeRule, wrong: Iterable[Wrong]) -> None:
     """Fail with one line for each thing that is wrong."""
     assert not (found := [str(item) for item in wrong]), "\n".join([f"{rule.__doc__}", *found])
 
 
-@pytest.mark.parametrize(
-    ("rule", "files"),
-    [
-        *((rule, sources(*PRODUCT, "tests", "bench")) for rule in EVERYWHERE),
-        *((rule, sources(*PRODUCT, "tests")) for rule in PRODUCT_AND_TESTS),
-        *((rule, sources(*PRODUCT)) for rule in IN_THE_PRODUCT),
-        *((rule, [source for source in sources(*PRODUCT) if source.within(PURE)]) for rule in IN_PURE_MODULES),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_every_file_keeps_the_rules(rule: Rule, files: list[Source]) -> None:
-    assert files, "no files found: is this a checkout?"
-    keep(rule, (wrong for source in files for wrong in rule(source)))
+@pytest.mark.parametrize("rule", [rule for _, rules in SCOPES for rule in rules], ids=lambda rule: rule.__name__)
+def test_every_file_keeps_the_rules(rule: Rule) -> None:
+    assert rule in broken(), "no files found: is this a checkout?"
+    keep(rule, broken()[rule])
 
 
 @pytest.mark.parametrize("rule", OVER_THE_PRODUCT, ids=lambda rule: rule.__name__)
@@ -447,7 +448,6 @@ CAUGHT: list[tuple[Rule, str, str, str]] = [
     (arrows, "controlplane/bus/bus.py", "if TYPE_CHECKING:\n    from workers import machine", "imports workers"),
     (arrows, "controlplane/cli/demo.py", "from tests.conftest import LOOPS", "tests.conftest"),
     (arrows, "workers/machine/a.py", "from ...controlplane import log", "controlplane"),
-    (arrows, "controlplane/trainers/trl/grpo.py", "from tests.conftest import LOOPS", "tests.conftest"),
     (pure_imports, "workers/machine/decide.py", "import time", "imports time"),
     (pure_imports, "workers/machine/decide.py", "from os import path", "imports os"),
     (pure_imports, "workers/machine/decide.py", "from pathlib import Path", "imports pathlib"),
@@ -474,7 +474,6 @@ CAUGHT: list[tuple[Rule, str, str, str]] = [
     (struct_fields, "schemas/a.py", "class A(msgspec.Struct):\n    x: dict[str, Any]", "field of A"),
     (struct_fields, "schemas/a.py", "class A(Struct):\n    x: int\nclass B(A):\n    y: typing.Any = 1", "field of B"),
     (safe_loading, "workers/a.py", "import pickle", "pickle"),
-    (safe_loading, "workers/a.py", "from cloudpickle import loads", "cloudpickle"),
     (safe_loading, "workers/a.py", "eval('1')", "eval"),
     (safe_loading, "workers/a.py", "torch.load(path, weights_only=True)", "torch.load"),
     (safe_loading, "workers/a.py", "from torch import load", "torch.load"),
@@ -483,7 +482,6 @@ CAUGHT: list[tuple[Rule, str, str, str]] = [
     (no_sleeping, "tests/a.py", "from time import sleep", "sleeps"),
     (no_sleeping, "tests/a.py", "import time as clock\nclock.sleep(1)", "sleeps"),
     (heavy_imports, "workers/agent.py", "def f():\n    import torch.cuda", "torch.cuda"),
-    (heavy_imports, "schemas/wire.py", "from numpy import array", "numpy"),
     (heavy_imports, "workers/engines/__init__.py", "import sglang", "where it is used"),
     (heavy_imports, "controlplane/cli/demo.py", "import torch", "only"),
     (rooms_on_use, "controlplane/cli/demo.py", "import controlplane.cli.demo_training", "where it is used"),

@@ -26,7 +26,7 @@ from schemas.transport.sockets import Context, agent_dealer, bus_router
 from tests.attacks.keyed_bus import ANYWHERE, HERE, QUICK, agent_of, bus_of, live, reach, source
 from tests.waiting import until
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 
 # --- what libzmq does, and the rest relies on -------------------------------------------------------------------------
@@ -39,14 +39,12 @@ async def gets_in(context: Context, address: str, pair: KeyPair, server: KeyPair
     return False
 
 
-@pytest.mark.one_loop
 async def test_our_sockets_let_no_peer_in_while_there_is_no_handler(context: Context) -> None:
     pair = KeyPair.generate()
     async with bus_router(context, HERE, pair=pair) as router:
         assert not await gets_in(context, router.address, KeyPair.generate(), pair)
 
 
-@pytest.mark.one_loop
 async def test_a_message_carries_the_key_of_its_sender_and_no_frame_can_say_otherwise(
     folder: KeyFolder, tmp_path: Path
 ) -> None:
@@ -93,7 +91,6 @@ async def test_beyond_loopback_needs_keys_or_a_warning_in_every_start_and_status
         assert warning.startswith("\x1b[1;31mINSECURE: every program that can reach" if terminal else "INSECURE: every")
 
 
-@pytest.mark.one_loop
 async def test_two_buses_with_keys_live_in_one_process_and_share_no_key(folder: KeyFolder, tmp_path: Path) -> None:
     other = KeyFolder(tmp_path / "other")
     other.make_server()
@@ -113,7 +110,6 @@ async def test_two_buses_with_keys_live_in_one_process_and_share_no_key(folder: 
     context.destroy(0)
 
 
-@pytest.mark.one_loop
 async def test_a_bus_with_keys_whose_address_is_in_use_does_not_open_and_leaves_nothing_behind(
     folder: KeyFolder, tmp_path: Path
 ) -> None:
@@ -143,7 +139,6 @@ def left_on_disk(root: Path, but: Path) -> list[str]:
     return [path.read_bytes().decode("latin-1") for path in files]
 
 
-@pytest.mark.one_loop
 async def test_no_secret_is_in_a_log_an_error_or_the_runs_log(
     folder: KeyFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,7 +161,6 @@ GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x00"
 
 @pytest.mark.parametrize("mechanism", [b"NULL", b"PLAIN", b"CURVE", b"\xff" * 20])
 @pytest.mark.parametrize("mebibytes", [1, pytest.param(256, marks=pytest.mark.attacks)])
-@pytest.mark.one_loop
 async def test_a_peer_without_a_key_is_hung_up_on_before_it_can_fill_any_memory(
     context: Context, folder: KeyFolder, tmp_path: Path, mechanism: bytes, mebibytes: int
 ) -> None:
@@ -219,7 +213,6 @@ def test_programs_that_an_agent_starts_do_not_get_its_secret(monkeypatch: pytest
     assert "ROLLOUTCTL_SERVER_KEY" in environment_of_children()
 
 
-@pytest.mark.one_loop
 async def test_the_publish_port_is_the_one_that_was_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -40,7 +40,7 @@ from tests.waiting import until
 from workers.link import connection, link
 from workers.link.heartbeat import Heartbeat
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 
 # --- which peers come in ----------------------------------------------------------------------------------------------
@@ -101,7 +101,6 @@ async def test_a_bus_with_keys_that_hangs_up_before_it_has_said_so_is_told_from_
         tasks.cancel_scope.cancel()
 
 
-@pytest.mark.one_loop
 async def test_a_subscriber_without_an_allowed_key_hears_nothing(
     context: Context, folder: KeyFolder, tmp_path: Path
 ) -> None:
@@ -122,7 +121,6 @@ async def test_a_subscriber_without_an_allowed_key_hears_nothing(
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(50, marks=pytest.mark.attacks)])
-@pytest.mark.one_loop
 async def test_no_bytes_and_no_folder_end_the_handler(
     context: Context, folder: KeyFolder, tmp_path: Path, rounds: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -194,7 +192,6 @@ async def test_an_agent_takes_no_other_place_than_its_own(folder: KeyFolder, tmp
         assert not ended
 
 
-@pytest.mark.one_loop
 async def test_a_connection_of_one_agent_can_speak_for_no_other(
     context: Context, folder: KeyFolder, tmp_path: Path
 ) -> None:
@@ -247,7 +244,6 @@ async def test_a_key_that_is_revoked_during_the_run_is_out_at_once_and_others_st
     assert "key node-0 was revoked" in caplog.text
 
 
-@pytest.mark.one_loop
 async def test_a_connection_with_a_revoked_key_gets_nowhere_even_if_it_ignores_what_it_is_told(
     context: Context, folder: KeyFolder, tmp_path: Path
 ) -> None:
@@ -274,7 +270,6 @@ async def test_a_connection_with_a_revoked_key_gets_nowhere_even_if_it_ignores_w
         assert bus.state.seq == before
 
 
-@pytest.mark.one_loop
 async def test_a_subscription_with_a_revoked_key_ends_and_the_others_miss_nothing(
     context: Context, folder: KeyFolder, tmp_path: Path
 ) -> None:
@@ -306,7 +301,6 @@ async def test_a_subscription_with_a_revoked_key_ends_and_the_others_miss_nothin
         assert not ended
 
 
-@pytest.mark.one_loop
 async def test_a_publish_port_that_another_process_takes_meanwhile_is_waited_for(
     folder: KeyFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -426,7 +420,6 @@ async def test_the_log_of_an_agent_says_why_it_does_not_get_in_and_it_gets_in_on
     [(False, True, "admits no peer without a key"), (True, False, "has no keys|for it, or none")],
     ids=["plain agent", "plain bus"],
 )
-@pytest.mark.one_loop
 async def test_a_plain_side_and_one_with_keys_tell_each_other_apart(
     folder: KeyFolder,
     tmp_path: Path,

@@ -16,7 +16,7 @@ from workers.engines.client import CallRefused
 from workers.engines.http import ATTEMPTS, HttpClient, Route, base_url
 from workers.engines.probe import probe
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 ROUTES = {
     "read": Route("GET", "/read", answer="value"),
@@ -102,6 +102,7 @@ async def test_a_refusal_is_not_retried() -> None:
     assert len(server.requests) == 1
 
 
+@pytest.mark.every_loop
 async def test_a_connection_serves_one_request_after_the_other_until_the_server_closes_it() -> None:
     served: list[int] = []
 
@@ -123,6 +124,7 @@ async def test_a_connection_serves_one_request_after_the_other_until_the_server_
     assert served == [1, 1, 2]
 
 
+@pytest.mark.every_loop
 async def test_the_answer_to_a_request_that_was_cancelled_goes_to_no_other() -> None:
     asked, cancelled = anyio.Event(), anyio.Event()
 
@@ -147,6 +149,7 @@ async def test_the_answer_to_a_request_that_was_cancelled_goes_to_no_other() -> 
         await client.close()
 
 
+@pytest.mark.every_loop
 async def test_an_answer_that_is_too_large_is_not_read_on_and_its_connection_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -170,6 +173,7 @@ async def test_an_answer_that_is_too_large_is_not_read_on_and_its_connection_clo
         await client.close()
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize(
     ("says", "error"), [(b"HTTP/1.1 400 Bad Request\r\n\r\n", "ConnectError"), (b"", "ConnectTimeout")]
 )

@@ -38,7 +38,7 @@ from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
 from workers.router import RouterRegistration, may_register
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 PATIENCE_S = 30
 
@@ -449,6 +449,7 @@ async def test_a_failing_router_is_logged_once_and_retried(
     assert failing.listed == [] and len(logged(caplog, logging.WARNING)) == 1
 
 
+@pytest.mark.every_loop
 async def test_a_router_that_starts_late_and_ends_early(
     bus: Bus, context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -95,6 +95,7 @@ def test_free_memory_is_that_of_the_machine_or_of_the_control_group(tmp_path: Pa
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
 async def test_a_check_reads_ahead_in_half_of_its_time_what_it_has_not_read_for_a_digest(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -113,6 +114,7 @@ async def test_a_check_reads_ahead_in_half_of_its_time_what_it_has_not_read_for_
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
 async def test_the_counters_are_not_read_right_after_a_call(kind: str, tmp_path: Path) -> None:
     fake = Fake(kind, tmp_path)
@@ -142,6 +144,7 @@ def sglang(folder: Path, version: str = "0.5.23", device: str = "cpu") -> Fake:
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 @pytest.mark.parametrize(
     ("version", "device", "answers", "flushes"),
     [
@@ -163,6 +166,7 @@ async def test_a_load_of_sglang_that_has_flushed_is_not_followed_by_another_flus
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 @pytest.mark.parametrize("calls", [(Flush(),), (LOAD, Flush(), Flush()), (LOAD, Pause("keep"), Flush())])
 async def test_any_other_flush_of_sglang_is_made(calls: tuple[EngineCall, ...], tmp_path: Path) -> None:
     fake = sglang(tmp_path)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 from urllib.error import HTTPError
 
 import pytest
@@ -44,6 +45,28 @@ def plane(tmp_path: Path) -> Iterator[ControlPlane]:
     log = tmp_path / "run.db"
     with ControlPlane("tcp://127.0.0.1:0", log=log, config=QUICK, checkpoints=tmp_path) as opened:
         yield opened
+
+
+class Served(NamedTuple):
+    """A tiny engine under an agent. Its front end is `front`."""
+
+    plane: ControlPlane
+    node: Node
+    folder: Path
+    front: str
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One for all tests that leave it as it was: a process that imports torch takes seconds to start."""
+    folder = tmp_path_factory.mktemp("served")
+    front = f"ipc://{folder}/engine"
+    with (
+        ControlPlane("tcp://127.0.0.1:0", log=folder / "run.db", config=QUICK, checkpoints=folder) as plane,
+        Node(plane.address, folder, 0, 0, "--serve", front, "--metrics-port", "0") as node,
+    ):
+        plane.wait_for_agents(1, timeout=60).wait()
+        yield Served(plane, node, folder, front)
 
 
 def lives(plane: ControlPlane) -> dict[str, str]:
@@ -86,7 +109,8 @@ def test_it_says_when_it_joins_and_when_it_loses_and_finds_its_bus(tmp_path: Pat
     assert {"info", "warning"} <= {line["level"] for line in lines()}
 
 
-def test_a_probe_finds_it_ready_while_requests_may_come(plane: ControlPlane, tmp_path: Path) -> None:
+@pytest.mark.xdist_group("served")
+def test_a_probe_finds_it_ready_while_requests_may_come(served: Served, tmp_path: Path) -> None:
     """Also while it is paused: requests wait at the engine, and a service without any replica would refuse them."""
 
     def at(node: Node) -> str:
@@ -99,32 +123,30 @@ def test_a_probe_finds_it_ready_while_requests_may_come(plane: ControlPlane, tmp
             return int(answer.status)
         return 503
 
-    with Node(plane.address, tmp_path, 0, 0, "--metrics-port", "0") as node:
-        plane.wait_for_agents(1, timeout=60).wait()
-        with urllib.request.urlopen(f"{at(node)}/metrics", timeout=60) as answer:
-            assert b"rolloutctl_agent_bus_connected 1.0" in answer.read()
-        assert ready(node) == 200
-        assert plane.pause().wait().acted and ready(node) == 200
-        assert plane.sleep().wait().acted and ready(node) == 503
-        assert plane.wake().wait().acted and plane.resume().wait().acted and ready(node) == 200
+    plane, node = served.plane, served.node
+    with urllib.request.urlopen(f"{at(node)}/metrics", timeout=60) as answer:
+        assert b"rolloutctl_agent_bus_connected 1.0" in answer.read()
+    assert ready(node) == 200
+    assert plane.pause().wait().acted and ready(node) == 200
+    assert plane.sleep().wait().acted and ready(node) == 503
+    assert plane.wake().wait().acted and plane.resume().wait().acted and ready(node) == 200
     with Node(f"ipc://{tmp_path}/no-bus", tmp_path, 0, 1, "--metrics-port", "0") as alone:
         wait_until(lambda: "metrics at" in alone.output)
         assert ready(alone) == 503
 
 
-def test_the_status_says_how_many_requests_run_and_wait(plane: ControlPlane, tmp_path: Path) -> None:
+@pytest.mark.xdist_group("served")
+def test_the_status_says_how_many_requests_run_and_wait(served: Served) -> None:
     def requests() -> object:
-        status = json.loads(typed("status", "--json", "--bus", plane.address).stdout)
+        status = json.loads(typed("status", "--json", "--bus", served.plane.address).stdout)
         return [line["requests"] for line in status["agents"]]
 
-    front = f"ipc://{tmp_path}/engine"
-    with Node(plane.address, tmp_path, 0, 0, "--serve", front), ThreadPoolExecutor() as pool:
-        plane.wait_for_agents(1, timeout=60).wait()
+    with ThreadPoolExecutor() as pool:
         wait_until(lambda: requests() == [{"type": "request_counts", "running": 0, "waiting": 0}])
-        plane.pause().wait().raise_for_failures()
-        held = [pool.submit(TinyClient(front).generate, [[3]], 4) for _ in range(2)]
+        served.plane.pause().wait().raise_for_failures()
+        held = [pool.submit(TinyClient(served.front).generate, [[3]], 4) for _ in range(2)]
         wait_until(lambda: requests() == [{"type": "request_counts", "running": 0, "waiting": 2}])
-        plane.resume().wait().raise_for_failures()
+        served.plane.resume().wait().raise_for_failures()
         assert all(len(request.result(60)[0].tokens) == 4 for request in held)
         wait_until(lambda: requests() == [{"type": "request_counts", "running": 0, "waiting": 0}])
 
@@ -159,8 +181,9 @@ def test_killed_and_started_again_it_serves_nothing_but_the_newest_weights(plane
         assert client.describe().digest == digest(weights(model))
 
 
-def test_an_engine_is_driven_by_hand(plane: ControlPlane, tmp_path: Path) -> None:
-    front = f"ipc://{tmp_path}/engine"
+@pytest.mark.xdist_group("served")
+def test_an_engine_is_driven_by_hand(served: Served) -> None:
+    plane, client = served.plane, TinyClient(served.front)
 
     def by_hand(*words: str) -> dict[str, str]:
         done = typed(*words, "--json", "--bus", plane.address)
@@ -168,21 +191,17 @@ def test_an_engine_is_driven_by_hand(plane: ControlPlane, tmp_path: Path) -> Non
         outcomes = json.loads(done.stdout)["outcomes"]
         return {outcome["agent"]: ",".join(outcome["conclusion"].get("calls", ())) for outcome in outcomes}
 
-    with ExitStack() as stack:
-        stack.enter_context(Node(plane.address, tmp_path, 0, 0, "--serve", front))
-        client = TinyClient(front)
-        plane.wait_for_agents(1, timeout=60).wait()
-        tokens = client.generate([[3]], 8, temperature=0)[0].tokens
-        assert by_hand("sleep", "--tag", "kv_cache") == {"0.0": "pause,sleep"}
-        assert by_hand("sleep") == {"0.0": "sleep"}
-        assert by_hand("wake") == {"0.0": "wake,resume"}
-        check = ProfileCommand(action="check", step=2)  # it may hold the agent up for longer than this bus waits
-        wait_until(lambda: plane.publish(check).wait().acted == ("0.0",))
-        assert by_hand("profile", "start", "--step", "2", "--window", "0", "3") == {"0.0": "start_profile"}
-        assert client.generate([[3]], 8, temperature=0)[0].tokens == tokens
-        assert by_hand("profile", "stop", "--step", "2") == {"0.0": "stop_profile"}
-        assert len(list((tmp_path / "traces" / "global_step_2" / "replica_0").iterdir())) == 1
-        assert plane.sleep(["weights"]).wait().acted == plane.wake().wait().acted == ("0.0",)
+    tokens = client.generate([[3]], 8, temperature=0)[0].tokens
+    assert by_hand("sleep", "--tag", "kv_cache") == {"0.0": "pause,sleep"}
+    assert by_hand("sleep") == {"0.0": "sleep"}
+    assert by_hand("wake") == {"0.0": "wake,resume"}
+    check = ProfileCommand(action="check", step=2)  # it may hold the agent up for longer than this bus waits
+    wait_until(lambda: plane.publish(check).wait().acted == ("0.0",))
+    assert by_hand("profile", "start", "--step", "2", "--window", "0", "3") == {"0.0": "start_profile"}
+    assert client.generate([[3]], 8, temperature=0)[0].tokens == tokens
+    assert by_hand("profile", "stop", "--step", "2") == {"0.0": "stop_profile"}
+    assert len(list((served.folder / "traces" / "global_step_2" / "replica_0").iterdir())) == 1
+    assert plane.sleep(["weights"]).wait().acted == plane.wake().wait().acted == ("0.0",)
 
 
 def test_a_place_that_is_taken_ends_the_second_one(plane: ControlPlane, tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def test_the_report_and_stall_name_the_file_that_says_where_the_engine_hangs(
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 async def test_a_launched_server_is_read_with_all_that_it_has_started(tmp_path: Path) -> None:
     script = tmp_path / "server.py"
     await anyio.Path(script).write_text(SERVER)

@@ -217,7 +217,8 @@ def runs(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("when", ["starting", pytest.param("training", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("when", ["starting", "training"])
 def test_the_demo_and_all_of_its_agents(tmp_path: Path, when: str) -> None:
     def agents() -> list[psutil.Process]:
         return psutil.Process(demo.process.pid).children(recursive=True)

@@ -102,9 +102,7 @@ def test_an_engine_is_the_same_after_any_observer_however_that_ends(engine: Tiny
             assert state_of(engine) == before
         wait_until(lambda: onlooker(address, "left") == killed)
 
-        commanding = rolloutctl(
-            *agent(address, tmp_path / "other", "--engine", "tiny", "--serve", f"{front(tmp_path)}-2")[2:]
-        )
+        commanding = rolloutctl(*agent(address, tmp_path / "other", "--engine", "tests.unit.small_bus:Engine")[2:])
         assert commanding.returncode == 3
         assert "this bus only observes, and agent 0.0 would command its engine" in commanding.stderr
         asked = typed("resume", "--bus", address)

@@ -114,6 +114,7 @@ def test_a_program_that_a_test_starts_joins_no_cluster_of_other_tests(nodes: lis
     assert python("-c", found).stdout == "None\n"  # what `ray.init()` goes by: it begins a cluster of its own
 
 
+@pytest.mark.long
 def test_an_agent_whose_process_is_killed_comes_back_and_the_fleet_is_complete_again(
     plane: ControlPlane, tmp_path: Path, nodes: list[str]
 ) -> None:
@@ -138,6 +139,7 @@ def test_an_agent_whose_process_is_killed_comes_back_and_the_fleet_is_complete_a
         assert (resumed.acted, resumed.skipped) == (("0.0",), ("0.1",))
 
 
+@pytest.mark.long
 def test_placed_agents_command_the_servers_of_their_nodes_across_a_death(
     plane: ControlPlane, tmp_path: Path, nodes: list[str]
 ) -> None:
@@ -217,6 +219,7 @@ def test_nothing_is_started_where_it_cannot_run(
     assert plane.status().agents == ()
 
 
+@pytest.mark.long
 def test_an_agent_in_a_placement_group_holds_the_gpus_of_its_bundle(
     cluster: Cluster, plane: ControlPlane, tmp_path: Path
 ) -> None:
@@ -234,6 +237,7 @@ def test_an_agent_in_a_placement_group_holds_the_gpus_of_its_bundle(
         first_node_address()
 
 
+@pytest.mark.long
 def test_an_agent_whose_node_is_gone_is_gone_too(
     cluster: Cluster, plane: ControlPlane, tmp_path: Path, nodes: list[str]
 ) -> None:
@@ -248,6 +252,7 @@ def test_an_agent_whose_node_is_gone_is_gone_too(
         assert plane.pause().wait().acted == ("0.0",)
 
 
+@pytest.mark.long
 def test_agents_on_ray_bring_the_keys_of_their_nodes(nodes: list[str], tmp_path: Path) -> None:
     """Ray carries the path of a key file, and no key."""
     folder = KeyFolder(tmp_path / "keys")

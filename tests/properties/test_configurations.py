@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.commands import ProfileCommand
@@ -78,9 +78,11 @@ def sendable(config: ProfilerConfig) -> bool:
     return there == command and again == config
 
 
-@pytest.mark.parametrize("base", VERL, ids=["all_on", "pull_5025"])
-@given(data=st.data(), ranks=st.sampled_from(["global", "replica"]))
-def test_a_configuration_of_verl(base: dict[str, Any], data: st.DataObject, ranks: RankUnit) -> None:
+BASES = pytest.mark.parametrize("base", VERL, ids=["all_on", "pull_5025"])
+ALTERED = given(data=st.data(), ranks=st.sampled_from(["global", "replica"]))
+
+
+def check_verl(base: dict[str, Any], data: st.DataObject, ranks: RankUnit) -> None:
     tree = data.draw(altered(base))
     try:
         config, warnings = read_verl_config(tree, ranks=ranks)
@@ -90,6 +92,21 @@ def test_a_configuration_of_verl(base: dict[str, Any], data: st.DataObject, rank
     assert sendable(config)
     assert all(warnings) and len(set(warnings)) == len(warnings)
     assert ProfilerConfig.from_yaml(yaml_text(config)) == config
+
+
+@BASES
+@ALTERED
+@settings(max_examples=25)
+def test_a_configuration_of_verl(base: dict[str, Any], data: st.DataObject, ranks: RankUnit) -> None:
+    check_verl(base, data, ranks)
+
+
+@pytest.mark.long
+@BASES
+@ALTERED
+@settings(max_examples=1_000)
+def test_many_configurations_of_verl(base: dict[str, Any], data: st.DataObject, ranks: RankUnit) -> None:
+    check_verl(base, data, ranks)
 
 
 @given(altered(OWN))

@@ -20,7 +20,7 @@ from tests.trainers.conftest import RayWith
 from tests.trainers.gateway_fleet import digest_of
 from workers.engines.tiny.server import TinyClient
 
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.long]
 
 STAND_IN = '''
 """What the recipe finds in OpenRLHF."""

@@ -36,7 +36,7 @@ from tests.attacks.proxy import HOST, proxied
 from tests.unit.small_bus import FLUSH, PAUSE, PRIMARY, RESUME, SECOND, Engine, reaches, running
 from workers.agent import Agent
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, agent_timeout_ms=1_000, retransmit_ms=50)
 OTHER = Identity(replica=1, node_rank=0)
@@ -80,6 +80,7 @@ def outcomes(report: Report) -> dict[str, str]:
     return {outcome.agent: kind_and_reason(outcome.conclusion)[1] or "acted" for outcome in report.outcomes}
 
 
+@pytest.mark.every_loop
 @pytest.mark.parametrize("scheme", ["tcp", "ipc", "inproc"])
 async def test_every_agent_answers_every_command(tmp_path: Path, context: Context, scheme: str) -> None:
     address = {"tcp": "tcp://127.0.0.1:0", "ipc": f"ipc://{tmp_path}/bus", "inproc": "inproc://bus"}[scheme]
@@ -134,7 +135,6 @@ async def test_a_late_joiner_is_brought_to_the_desired_state(tmp_path: Path, con
             assert agent.state.seq == 2
 
 
-@pytest.mark.one_loop
 async def test_a_second_agent_with_one_identity_is_turned_away_with_the_holders_name(
     tmp_path: Path, context: Context
 ) -> None:
@@ -204,6 +204,7 @@ async def test_an_answer_counts_before_the_goodbye_that_follows_it(
             bus.router._sock.disable_monitor()
 
 
+@pytest.mark.every_loop
 async def test_agents_rejoin_a_bus_that_restarts_on_its_log(tmp_path: Path, context: Context) -> None:
     address, engine = f"ipc://{tmp_path}/bus", Engine()
     async with running(address, context, engine, tmp_path, PRIMARY) as agent:
@@ -246,7 +247,6 @@ SAYS = {
 }
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize("what", list(SAYS))
 async def test_a_malformed_message_is_answered_and_disturbs_no_agent(
     tmp_path: Path, context: Context, what: str
@@ -278,7 +278,6 @@ async def _answer(dealer: AsyncZmqSocket) -> wire.Downward | wire.Reply:
     return wire.decode_downward(body)
 
 
-@pytest.mark.one_loop
 async def test_a_connection_speaks_for_one_agent_only(tmp_path: Path, context: Context) -> None:
     async with opened(tmp_path, context) as bus, agent_dealer(context, bus.address) as dealer:
         await dealer.send(_hello(PRIMARY))
@@ -290,7 +289,6 @@ async def test_a_connection_speaks_for_one_agent_only(tmp_path: Path, context: C
         assert bus.state.members.keys() == {"0.0"}
 
 
-@pytest.mark.one_loop
 async def test_decisions_of_another_journal_than_the_hello_named_are_dropped(tmp_path: Path, context: Context) -> None:
     """The log counts each journal's decisions: those under a made-up name would be a second history of one agent."""
     started = wire.encode(Started(at_ms=0, identity=PRIMARY, incarnation="a"))
@@ -307,7 +305,6 @@ async def test_decisions_of_another_journal_than_the_hello_named_are_dropped(tmp
     assert [(entry.agent, entry.journal, entry.number) for entry in entries] == [("0.0", "j", 1)]
 
 
-@pytest.mark.one_loop
 async def test_a_connection_that_chose_its_own_routing_id_is_no_agents(tmp_path: Path, context: Context) -> None:
     own = context.socket(zmq.DEALER)
     own.set(zmq.ROUTING_ID, b"0.0/a")
@@ -319,7 +316,6 @@ async def test_a_connection_that_chose_its_own_routing_id_is_no_agents(tmp_path:
         assert bus.inbox.malformed == 1 and not bus.state.members
 
 
-@pytest.mark.one_loop
 async def test_a_newer_connection_of_an_agent_takes_the_place_of_the_older(tmp_path: Path, context: Context) -> None:
     async with (
         opened(tmp_path, context) as bus,
@@ -345,7 +341,6 @@ async def test_a_newer_connection_of_an_agent_takes_the_place_of_the_older(tmp_p
         assert live(bus.state) == {"0.0"}
 
 
-@pytest.mark.one_loop
 async def test_a_broken_connection_in_the_middle_of_a_call_is_no_lost_agent(tmp_path: Path, context: Context) -> None:
     # The agent has nothing to say for an hour, so only the new connection itself tells the bus of it.
     hour_ms = 3_600_000
@@ -369,7 +364,6 @@ async def test_a_broken_connection_in_the_middle_of_a_call_is_no_lost_agent(tmp_
             await reached(bus, lambda state: not live(state))  # a bus with agents waits for their last decisions
 
 
-@pytest.mark.one_loop
 async def test_strangers_leave_no_trace_in_the_log(tmp_path: Path, context: Context) -> None:
     async with opened(tmp_path, context) as bus, agent_dealer(context, bus.address) as dealer:
         for message in (wire.Join(), wire.TimeRequest(sent_ns=1), wire.ResendRequest(first=1, credit=1)):
@@ -387,7 +381,6 @@ async def test_an_oversized_frame_disconnects_its_sender(tmp_path: Path, context
         assert bus.state.members.keys() == {"0.0"}
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize(
     "command",
     [EpochStart(previous_epoch=0, logic=1), WeightSync(phase="prepare", version=1, source=Checkpoint("a"))],
@@ -402,7 +395,6 @@ async def test_a_phase_of_a_sync_or_an_epoch_cannot_be_published(
         assert bus.state.seq == 1
 
 
-@pytest.mark.one_loop
 async def test_an_invalid_command_never_reaches_the_log(tmp_path: Path, context: Context) -> None:
     async with opened(tmp_path, context) as bus:
         with pytest.raises(errors.CommandError, match="not a command that can be published.*Nothing was sent"):
@@ -412,7 +404,6 @@ async def test_an_invalid_command_never_reaches_the_log(tmp_path: Path, context:
     assert [entry.kind for entry in RunLog.read(tmp_path / "run.db")] == ["opened", "closed"]
 
 
-@pytest.mark.one_loop
 async def test_a_list_given_for_a_set_becomes_a_set(tmp_path: Path, context: Context) -> None:
     async with opened(tmp_path, context) as bus:
         plan = ProfilePlan(ranks=[0, 8])  # type: ignore[arg-type]
@@ -421,7 +412,6 @@ async def test_a_list_given_for_a_set_becomes_a_set(tmp_path: Path, context: Con
         assert report.command == ProfileCommand(action="check", step=1, plan=ProfilePlan(ranks=frozenset({0, 8})))
 
 
-@pytest.mark.one_loop
 async def test_open_commands_are_bounded(tmp_path: Path, context: Context) -> None:
     config = BusConfig(queue=3)
     async with opened(tmp_path, context, config=config) as bus:
@@ -436,7 +426,6 @@ async def test_open_commands_are_bounded(tmp_path: Path, context: Context) -> No
 # --- addresses, files, space ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_loop
 async def test_a_second_bus_on_one_port_is_refused(tmp_path: Path, context: Context) -> None:
     async with opened(tmp_path, context) as bus:
         second = Bus(bus.address, RunLog.open(tmp_path / "other.db"), context=context)
@@ -445,7 +434,6 @@ async def test_a_second_bus_on_one_port_is_refused(tmp_path: Path, context: Cont
         assert (await bus.publish(PAUSE, ALL, 1000)).outcomes == ()
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://*:5555", "http://127.0.0.1:1", "127.0.0.1:5555", ""])
 async def test_a_public_or_invalid_address_is_refused(tmp_path: Path, context: Context, address: str) -> None:
     with pytest.raises(errors.BusAddressError):
@@ -510,6 +498,7 @@ async def test_a_bus_that_has_stopped_does_not_spin_on_the_deadlines_of_open_com
 # --- ends -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_loop
 async def test_closing_ends_every_ticket(tmp_path: Path, context: Context) -> None:
     address, engine = f"ipc://{tmp_path}/bus", Engine()
     async with running(address, context, engine, tmp_path, PRIMARY):
@@ -526,7 +515,6 @@ async def test_closing_ends_every_ticket(tmp_path: Path, context: Context) -> No
             await bus.wait_until(lambda state: False)
 
 
-@pytest.mark.one_loop
 async def test_the_log_has_the_last_decisions_of_agents_that_outlive_the_bus(tmp_path: Path, context: Context) -> None:
     address = f"ipc://{tmp_path}/bus"
     # The agent sends its decisions within a quarter of a heartbeat, and the bus waits for three eighths of one.
@@ -541,7 +529,6 @@ async def test_the_log_has_the_last_decisions_of_agents_that_outlive_the_bus(tmp
     assert decided in [entry.number for entry in RunLog.read(tmp_path / "run.db")]
 
 
-@pytest.mark.one_loop
 async def test_the_callers_own_error_is_not_wrapped(tmp_path: Path, context: Context) -> None:
     with pytest.raises(ZeroDivisionError):
         async with opened(tmp_path, context):
@@ -552,7 +539,6 @@ async def test_the_callers_own_error_is_not_wrapped(tmp_path: Path, context: Con
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_loop
 async def test_an_operator_sees_the_fleet_and_publishes_a_command(tmp_path: Path) -> None:
     context: Context = zmq.Context.instance()
     async with opened(tmp_path, context) as bus, fleet(bus, context, tmp_path, PRIMARY, SECOND):

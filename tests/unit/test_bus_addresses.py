@@ -17,7 +17,7 @@ from tests.timeline.real_run import PLACES, QUICK, agents
 from tests.waiting import until, wait_until
 from workers.state_folder import state_folder
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 
 def test_a_file_names_the_host_of_a_bus_that_listens_everywhere(tmp_path: Path) -> None:

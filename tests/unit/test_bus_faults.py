@@ -49,6 +49,7 @@ ALL = Target()
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 async def test_a_first_answer_without_a_body_is_malformed_like_any_other(tmp_path: Path, context: Context) -> None:
     log = RunLog.open(tmp_path / "run.db")
     async with Bus(ADDRESS, log, QUICK, context=context) as bus, agent_dealer(context, bus.address) as dealer:
@@ -59,6 +60,7 @@ async def test_a_first_answer_without_a_body_is_malformed_like_any_other(tmp_pat
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 async def test_an_error_in_a_turn_ends_the_bus_with_its_cause_and_the_leases_of_the_agents(
     tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -90,6 +92,7 @@ async def test_an_error_in_a_turn_ends_the_bus_with_its_cause_and_the_leases_of_
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 async def test_an_error_in_a_task_of_the_bus_ends_it_with_its_cause(
     tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +126,7 @@ def test_the_watch_of_a_bus_outlives_its_own_errors(
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 async def test_what_is_published_while_the_bus_closes_is_not_sent_if_its_caller_hears_so(
     tmp_path: Path, context: Context
 ) -> None:

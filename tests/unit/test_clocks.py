@@ -158,6 +158,7 @@ def clocks_of(state: CoordinatorState) -> dict[str, Clock]:
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 async def test_an_agent_with_a_shifted_clock_reports_the_shift(tmp_path: Path, context: Context) -> None:
     shift_ns = 37 * S + 5 * MS
     log = RunLog.open(tmp_path / "run.db")
@@ -188,6 +189,7 @@ async def test_an_agent_with_a_shifted_clock_reports_the_shift(tmp_path: Path, c
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 async def test_a_new_bus_is_measured_again(tmp_path: Path, context: Context) -> None:
     address = f"ipc://{tmp_path}/bus"
     async with running(address, context, Engine(), tmp_path):
@@ -206,8 +208,8 @@ async def read_by_commands(log: Path) -> None:
         assert (done.returncode, done.stderr) == (0, ""), words
 
 
-@pytest.mark.one_loop
 @pytest.mark.anyio
+@pytest.mark.one_loop
 @pytest.mark.parametrize("year", [2117, 2300])
 async def test_a_wall_clock_of_the_far_future_writes_a_log_that_can_be_read(
     tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch, year: int

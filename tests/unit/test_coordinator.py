@@ -5,18 +5,17 @@ from typing import get_args
 import pytest
 from msgspec.structs import replace
 
-from controlplane.machine.coordinator import EPOCH_START_TIMEOUT_MS, REACTIONS, CoordinatorState, decide, next_deadline
+from controlplane.machine.coordinator import EPOCH_START_TIMEOUT_MS, REACTIONS, next_deadline
 from controlplane.machine.events import Conclude, CoordinatorEvent, Publish
 from controlplane.machine.publishing import PAGE
 from controlplane.machine.status import fleet_status
 from schemas.agent_status import AgentStatus, Clock
-from schemas.commands import Command, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
+from schemas.commands import EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
 from schemas.desired import Desired
-from schemas.formatting import describe
 from schemas.outcomes import Missing, Reason, Skipped
 from schemas.wire import MAX_COMMAND_BYTES, Rejoin, decode_command
 from tests.unit.fleets import DONE, NO, NOT_PRIMARY, SECOND_US, Coordinator, lines
-from tests.unit.machines import START, STOP, sync
+from tests.unit.machines import START, sync
 
 PAUSE, RESUME, FLUSH = (EngineCommand(operation=operation) for operation in ("pause", "resume", "flush"))
 
@@ -45,13 +44,6 @@ def test_agents_have_a_little_less_time_than_the_trainer_waits(timeout_ms: int, 
     assert bus.of(Publish)[0].envelope.ttl_ms == ttl_ms
 
 
-def test_a_command_without_agents_ends_at_once() -> None:
-    bus = Coordinator()
-    ticket = bus.issue(PAUSE)
-    (end,) = bus.of(Conclude)
-    assert end.ticket == ticket and bus.state.open == ()
-
-
 def test_a_command_that_is_too_large_is_refused_and_changes_nothing() -> None:
     bus = Coordinator("0.0")
     before = bus.state
@@ -67,14 +59,6 @@ def test_a_targeted_command_is_open_for_all_and_changes_the_desired_state_of_its
     bus.issue(PAUSE, target=Target(replicas=frozenset({1})))
     assert bus.state.open[0].waiting == {"0.0", "1.0"}
     assert bus.state.desired == {0: Desired(), 1: Desired(generation="paused")}
-
-
-def test_a_decision_does_not_change_the_state_before_it() -> None:
-    bus = Coordinator("0.0", "1.0")
-    before = bus.state
-    bus.issue(PAUSE)
-    bus.answer(a0_0=DONE)
-    assert before.desired == {0: Desired(), 1: Desired()} and before.seq == 1 and before.open == ()
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -107,30 +91,6 @@ def test_an_answer_to_the_same_seq_of_another_epoch_is_ignored() -> None:
     before = bus.state
     bus.answer(a0_0=DONE, origin=9)
     assert bus.state == before and bus.effects == ()
-
-
-def test_an_answer_to_an_unknown_command_is_ignored() -> None:
-    bus = Coordinator("0.0")
-    bus.answer(77, a0_0=DONE)
-    assert bus.effects == ()
-
-
-def test_an_answer_after_the_end_changes_nothing() -> None:
-    bus = Coordinator("0.0")
-    bus.issue(PAUSE, timeout_ms=1000)
-    bus.time(SECOND_US)
-    assert [lines(report) for report in bus.reports] == [{"0.0": "deadline"}]
-    bus.answer(a0_0=DONE)
-    assert bus.effects == ()
-
-
-def test_commands_end_in_the_order_in_which_their_answers_come() -> None:
-    bus = Coordinator("0.0", "1.0")
-    first, second = bus.issue(PAUSE), bus.issue(FLUSH)
-    bus.answer(3, a0_0=DONE, a1_0=DONE)
-    assert [effect.ticket for effect in bus.of(Conclude)] == [second]
-    bus.answer(2, a0_0=DONE, a1_0=DONE)
-    assert [effect.ticket for effect in bus.of(Conclude)] == [first]
 
 
 def test_a_failed_start_withdraws_the_session_from_that_replica_only() -> None:
@@ -208,23 +168,6 @@ def test_a_life_begins_with_an_epoch_start() -> None:
     assert published.envelope.ttl_ms == EPOCH_START_TIMEOUT_MS - 1000
 
 
-def test_the_next_life_keeps_counting_in_the_next_epoch() -> None:
-    bus = Coordinator("0.0")
-    bus.issue(FLUSH)
-    bus.open()
-    (published,) = bus.of(Publish)
-    assert (published.epoch, published.seq) == (2, 3)
-    assert bus.published == [EpochStart(previous_epoch=1, logic=1)]
-
-
-def test_commands_of_an_earlier_life_end_as_missing() -> None:
-    bus = Coordinator("0.0", "1.0")
-    ticket = bus.issue(PAUSE)
-    bus.answer(a0_0=DONE)
-    bus.open()
-    assert lines(bus.reports[0]) == {"0.0": DONE, "1.0": "bus_restarted"} and bus.of(Conclude)[0].ticket == ticket
-
-
 def test_agents_of_an_earlier_life_must_say_hello_again_and_keep_their_incarnation() -> None:
     bus = Coordinator("0.0")
     bus.open()
@@ -269,18 +212,6 @@ def test_records_of_an_earlier_life_are_replayed_without_time_left() -> None:
     assert [(record.origin, record.envelope.ttl_ms) for record in bus.replayed] == [(1, 0), (2, 59_000)]
 
 
-def test_folding_the_events_again_gives_the_same_state_and_effects() -> None:
-    bus = Coordinator("0.0", "1.0")
-    bus.sync(1)
-    bus.answer(a0_0=DONE, a1_0=NO)
-    bus.lose("1.0")
-    bus.open()
-    state, effects = CoordinatorState(), bus.effects
-    for event in bus.history:
-        state, effects = decide(state, event)
-    assert (state, effects) == (bus.state, bus.effects)
-
-
 def test_closing_ends_open_commands_and_publishes_nothing() -> None:
     bus = Coordinator("0.0")
     bus.issue(PAUSE)
@@ -301,20 +232,6 @@ def test_closing_in_the_middle_of_a_sync_aborts_it() -> None:
 
 
 # --- for people -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (START, "profile start step 3"),
-        (STOP, "profile stop step 3"),
-        (PAUSE, "pause"),
-        (sync("commit", 4), "weights commit v4"),
-        (EpochStart(previous_epoch=0, logic=1), "epoch start"),
-    ],
-)
-def test_a_command_has_a_short_description(body: Command, words: str) -> None:
-    assert describe(body) == words
 
 
 def test_a_status_says_how_long_an_engine_call_has_been_in_flight() -> None:

@@ -129,11 +129,6 @@ def test_rule_5_a_command_for_other_replicas_is_skipped() -> None:
     assert rule_and_outcome(answer) == skipped(5, Reason.NOT_TARGETED)
 
 
-def test_rules_4_to_9_move_the_position() -> None:
-    state, _ = fold(agent(), command(PAUSE, target=Target(replicas=frozenset({1}))))
-    assert state.seq == 1
-
-
 @pytest.mark.parametrize("tokenizer", ["present", "absent", "unknown"])
 @pytest.mark.parametrize("body", [PAUSE, START, STOP, sync("prepare"), sync("commit")])
 def test_rule_6_a_higher_node_rank_never_acts_whatever_its_tokenizer(tokenizer: str, body: Command) -> None:

@@ -5,10 +5,9 @@ from msgspec.structs import replace
 
 from schemas.commands import Checkpoint, Command, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, UnknownCommand
 from schemas.desired import ALL_TAGS, Committed, Desired, ProfileSession, Syncing, desired_after, orphaned
-from schemas.identity import Identity, RolloutMode
+from schemas.identity import Identity
 from tests.unit.machines import PRIMARY, SECOND, START, STOP, manifest, sync
 
-JUDGE = Identity(replica=0, node_rank=0, mode=RolloutMode.COLOCATED)
 PAUSE, RESUME, SLEEP, WAKE, FLUSH, ABORT = (
     EngineCommand(operation=name) for name in ("pause", "resume", "sleep", "wake", "flush", "abort")
 )
@@ -72,11 +71,6 @@ def test_a_session_is_desired_from_its_start_to_its_stop() -> None:
     assert after(START, STOP) == Desired()
 
 
-def test_a_start_of_another_step_replaces_the_first() -> None:
-    expected = after(START, ProfileCommand(action="start", step=4))
-    assert expected.profile is not None and expected.profile.step == 4
-
-
 def test_a_second_start_of_the_same_step_may_correct_a_refused_plan() -> None:
     again = ProfileCommand(action="start", step=3, plan=ProfilePlan(with_stack=True))
     assert after(START, again) == after(again) != after(START)
@@ -102,10 +96,6 @@ def test_an_abort_leaves_the_committed_weights(phases: tuple[str, ...]) -> None:
     assert after(*(sync(phase, 2) for phase in phases), start=start) == start
 
 
-def test_a_replica_that_missed_the_prepare_follows_the_commit() -> None:
-    assert after(sync("commit", 2)) == Desired(committed=V2)
-
-
 def test_a_load_without_a_prepare_changes_nothing() -> None:
     assert after(sync("load", 2)) == Desired()
     assert after(sync("prepare", 2), sync("load", 3)) == Desired(sync=PREPARED)
@@ -118,20 +108,10 @@ def test_a_version_that_is_not_newer_changes_nothing(phase: str, version: int) -
     assert after(sync(phase, version), start=start) is start
 
 
-def test_a_colocated_replica_desires_no_weights() -> None:
-    assert after(sync("prepare"), sync("load"), sync("commit"), identity=JUDGE) == Desired()
-
-
 def test_a_replica_left_out_of_a_load_or_commit_is_quarantined() -> None:
     dropped = after(sync("prepare", 2), sync("load", 2, OUT), start=Desired(committed=V1))
     assert dropped == Desired(committed=V1, quarantined=2)
     assert after(sync("commit", 2, OUT), start=dropped) == Desired(committed=V2, quarantined=2)
-
-
-def test_the_quarantine_of_other_replicas_changes_nothing() -> None:
-    assert after(sync("prepare", 2), sync("load", 2, frozenset({5}))) == Desired(
-        sync=LOADING, uncommitted=Committed(2, LOADING.source, LOADING.manifest)
-    )
 
 
 def test_an_abort_lifts_the_quarantine_of_its_own_sync_only() -> None:
@@ -193,7 +173,3 @@ def test_all_nodes_of_a_replica_fold_the_same_state() -> None:
 )
 def test_when_a_replica_may_serve(desired: Desired, serving: bool) -> None:
     assert desired.serving is serving
-
-
-def test_the_version_is_that_of_the_newest_commit() -> None:
-    assert (Desired().version, Desired(committed=V2, sync=LOADING).version) == (0, 2)

@@ -25,7 +25,7 @@ from workers.agent import Agent
 from workers.link.connection import Connection
 from workers.machine.readiness import in_sync
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 
 # Joining
@@ -96,6 +96,7 @@ async def test_an_agent_waits_for_a_bus_that_has_not_started_and_says_so(
     bus.close()
 
 
+@pytest.mark.every_loop
 async def test_an_agent_loses_and_finds_only_a_bus_that_it_had(
     context: Context, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +206,6 @@ async def test_an_agent_whose_place_is_taken_ends(bus: Bus, context: Context, en
     assert engine.closed
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize("address", ["nonsense", "tcp://127.0.0.1:99999", "tcp://", "http://127.0.0.1:5555"])
 async def test_a_wrong_address_is_an_error_at_once(
     address: str, context: Context, engine: Engine, tmp_path: Path
@@ -215,7 +215,6 @@ async def test_a_wrong_address_is_an_error_at_once(
             pass
 
 
-@pytest.mark.one_loop
 async def test_two_agents_cannot_share_a_journal(bus: Bus, context: Context, tmp_path: Path, run: Run) -> None:
     async with run():
         with pytest.raises(LogLocked):
@@ -223,7 +222,6 @@ async def test_two_agents_cannot_share_a_journal(bus: Bus, context: Context, tmp
                 pass
 
 
-@pytest.mark.one_loop
 async def test_an_engine_that_cannot_be_opened_leaves_nothing_open(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,7 +274,6 @@ async def serve_time(bus: Bus) -> None:
         bus.raw(wire.TOPIC_HEAD, wire.encode_header(bus.epoch, 0, bus.seq), b"\xc0")
 
 
-@pytest.mark.one_loop
 async def test_a_frame_too_large_on_the_subscription_cuts_it_off_and_the_agent_subscribes_anew(
     bus: Bus, run: Run
 ) -> None:
@@ -298,7 +295,6 @@ async def test_a_frame_too_large_on_the_subscription_cuts_it_off_and_the_agent_s
         tasks.cancel_scope.cancel()
 
 
-@pytest.mark.one_loop
 @pytest.mark.usefixtures("impatient")
 async def test_a_frame_too_large_on_the_control_connection_cuts_it_off_and_the_agent_joins_anew(
     bus: Bus, run: Run
@@ -316,7 +312,6 @@ async def test_a_frame_too_large_on_the_control_connection_cuts_it_off_and_the_a
         assert again.attempt > hello.attempt and again == replace(hello, attempt=again.attempt)
 
 
-@pytest.mark.one_loop
 @pytest.mark.usefixtures("impatient")
 async def test_a_bus_that_is_only_busy_keeps_its_connection(bus: Bus, joined: Run) -> None:
     async with joined():
@@ -336,7 +331,6 @@ async def test_a_bus_that_is_only_busy_keeps_its_connection(bus: Bus, joined: Ru
 # Lease, hostile bytes, orderly end
 
 
-@pytest.mark.one_loop
 async def test_silence_for_the_length_of_the_lease_ends_a_pause(bus: Bus, engine: Engine, run: Run) -> None:
     bus.lease_ms = 100
     async with run() as agent:
@@ -350,7 +344,6 @@ async def test_silence_for_the_length_of_the_lease_ends_a_pause(bus: Bus, engine
         await reaches(agent, lambda state: not state.needs_snapshot and not state.engine.generating)
 
 
-@pytest.mark.one_loop
 async def test_the_lease_of_an_agent_that_restarts_without_a_bus_counts_from_its_start(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path, run: Run
 ) -> None:
@@ -367,7 +360,6 @@ async def test_the_lease_of_an_agent_that_restarts_without_a_bus_counts_from_its
         assert not agent.state.joined and not in_sync(agent.state)
 
 
-@pytest.mark.one_loop
 async def test_an_engine_that_waits_for_a_bus_pauses_although_its_agent_restarts_without_one(
     bus: Bus, context: Context, engine: Engine, tmp_path: Path, run: Run
 ) -> None:
@@ -380,7 +372,6 @@ async def test_an_engine_that_waits_for_a_bus_pauses_although_its_agent_restarts
         await reaches(agent, lambda state: not state.engine.generating)
 
 
-@pytest.mark.one_loop
 async def test_a_bus_of_which_only_one_port_is_within_reach_renews_no_lease(bus: Bus, engine: Engine, run: Run) -> None:
     """It welcomes the agent and answers each request for the time, and publishes nothing that arrives."""
     bus.lease_ms = 300
@@ -403,7 +394,6 @@ async def test_a_bus_of_which_only_one_port_is_within_reach_renews_no_lease(bus:
         tasks.cancel_scope.cancel()
 
 
-@pytest.mark.one_loop
 async def test_malformed_messages_are_counted_logged_once_and_change_nothing(
     bus: Bus, joined: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,7 +426,6 @@ async def test_malformed_messages_are_counted_logged_once_and_change_nothing(
     assert len(lines) == 1 and "dropped a malformed message from the bus (1 so far): a message has 2 frames" in lines[0]
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize("way", ["published", "resent"])
 async def test_a_record_that_cannot_be_read_is_answered_and_the_next_one_applied(
     bus: Bus, engine: Engine, joined: Run, way: str
@@ -471,7 +460,6 @@ async def test_a_record_that_cannot_be_read_is_answered_and_the_next_one_applied
         assert agent.state.seq == len(bodies) + 1 and agent.malformed == 0 and len(engine.calls) == 1
 
 
-@pytest.mark.one_loop
 async def test_an_unknown_command_is_answered_and_does_not_stop_the_stream(
     bus: Bus, engine: Engine, joined: Run
 ) -> None:
@@ -487,6 +475,7 @@ async def test_an_unknown_command_is_answered_and_does_not_stop_the_stream(
         assert (await bus.outcome(2)).outcome == Skipped(Reason.NOT_PROFILING)
 
 
+@pytest.mark.every_loop
 async def test_an_agent_that_ends_uploads_its_decisions_and_says_goodbye(
     bus: Bus, engine: Engine, tmp_path: Path, run: Run
 ) -> None:
@@ -551,6 +540,7 @@ async def test_a_full_batch_is_uploaded_at_once_and_what_follows_its_ack_waits_f
     assert log == recorded(tmp_path, SECOND)
 
 
+@pytest.mark.every_loop
 async def test_an_upload_continues_after_a_reconnect_without_holes_or_duplicates(
     bus: Bus, engine: Engine, tmp_path: Path, joined: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

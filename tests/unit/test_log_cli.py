@@ -25,7 +25,7 @@ from schemas.events import Decision, Tick
 from schemas.storage.record_file import RecordFile
 from schemas.storage.records import Record
 from schemas.wire import DecisionBatch, encode
-from tests.running import environment, python, rolloutctl, typed
+from tests.running import PYTEST, environment, python, rolloutctl, typed
 
 REPLAYS = Path(__file__).parents[1] / "replays"
 
@@ -255,7 +255,7 @@ def test_a_file_of_another_kind_is_one_clear_line(tmp_path: Path, args: tuple[st
 
 
 def pytest_in(folder: Path, *args: str | Path) -> subprocess.CompletedProcess[str]:
-    return python("-m", "pytest", "-q", "-p", "no:cacheprovider", *args, cwd=folder)
+    return python(*PYTEST, "-q", *args, cwd=folder)
 
 
 def test_a_log_that_differs_or_is_damaged_fails_with_its_difference_only(

@@ -80,13 +80,6 @@ def performed(state: AgentState, event: Event) -> tuple[AgentState, list[str]]:
     return state, sources
 
 
-def test_an_aborted_version_is_checked_again_at_its_new_source() -> None:
-    state, checked = performed(agent(), prepare(1, "a"))
-    state, _ = performed(state, command(WeightSync(phase="abort", version=2), 2))
-    state, again = performed(state, prepare(3, "b"))
-    assert (checked, again) == (["a"], ["b"])
-
-
 def test_an_aborted_version_is_loaded_again_from_its_new_source() -> None:
     state, _ = performed(agent(), prepare(1, "a"))
     state, loaded = performed(state, command(WeightSync(phase="load", version=2), 2))

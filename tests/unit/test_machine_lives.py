@@ -29,7 +29,6 @@ from tests.unit.machines import (
     command,
     fault,
     fold,
-    looked,
     manifest,
     observed,
     sync,
@@ -82,13 +81,6 @@ def test_a_late_joiner_is_brought_to_the_desired_state_without_a_command() -> No
 def test_a_higher_node_rank_has_nothing_to_reconcile() -> None:
     state = agent(SECOND, replace(PAUSED, tokenizer="absent"), Desired(committed=V1))
     assert in_sync(state) and state.activity is None
-
-
-def test_a_launching_engine_is_reconciled_once_it_is_up() -> None:
-    state = agent(seen=replace(PAUSED, tokenizer="unknown"))
-    assert not in_sync(state)
-    _, effects = fold(state, observed(PAUSED))
-    assert called(effects) == ["resume"]
 
 
 def test_an_engine_that_missed_syncs_while_it_launched_is_brought_to_the_newest_only() -> None:
@@ -244,13 +236,6 @@ def test_sleeping_memory_is_not_woken_without_a_trainer() -> None:
     asleep = replace(PAUSED, asleep=ALL_TAGS)
     state = agent(seen=asleep, desired=Desired(asleep=ALL_TAGS))
     assert fold(state, events.LeaseExpired(at_ms=0))[1] == []
-
-
-def test_an_open_session_ends_with_the_lease() -> None:
-    state, effects = fold(agent(), command(START))
-    state, _, seen = carry_out(state, effects)
-    state, effects = fold(state, events.LeaseExpired(at_ms=0))
-    assert called(looked(state, effects, seen)[1]) == ["stop_profile"]
 
 
 def test_after_the_lease_no_command_is_obeyed_before_a_snapshot() -> None:
@@ -445,19 +430,6 @@ def test_the_end_of_a_call_that_needed_no_engine_resolves_a_cut_off_call_too() -
     assert state.interrupted is None
 
 
-def test_a_cut_off_profile_start_is_stopped_if_it_is_not_desired() -> None:
-    state, _ = cut_off("start_profile")
-    _, effects = fold(state, observed(replace(PRESENT, profiling=None)), snapshot(Desired(), 1))
-    assert isinstance(effects[-1], events.Perform) and isinstance(effects[-1].call, events.StopProfile)
-
-
-def test_a_cut_off_load_is_repeated_before_the_engine_serves() -> None:
-    state, _ = cut_off("load")
-    state, effects = fold(state, observed(replace(DIGEST, digest=None)), snapshot(Desired(committed=V1), 3))
-    _, calls, seen = carry_out(state, effects, DIGEST)
-    assert [call_name(call) for call in calls] == ["check_source", "load", "flush", "resume"] and seen.generating
-
-
 def test_a_cut_off_call_without_a_command_has_no_answer() -> None:
     state, _ = fold(AgentState(), RESTARTED, observed(PAUSED), snapshot())
     assert state.activity is not None and state.activity.trigger is None
@@ -502,14 +474,6 @@ def test_an_epoch_start_with_nothing_to_end_is_skipped(replicas: frozenset[int] 
     _, effects = fold(agent(), begin)
     (answer,) = answers(effects)
     assert answer.outcome == Skipped(Reason.NOT_TARGETED if replicas else Reason.ALREADY)
-
-
-def test_an_epoch_start_ends_a_sync() -> None:
-    state, effects = fold(agent(), command(sync("prepare"), 1))
-    state, _, _ = carry_out(state, effects)
-    state, effects = fold(state, command(EpochStart(previous_epoch=1, logic=1), 2, epoch=2))
-    _, calls, seen = carry_out(state, effects, PAUSED)
-    assert [call_name(call) for call in calls] == ["resume"] and seen.generating
 
 
 # --- a relaunched engine ----------------------------------------------------------------------------------------------

@@ -270,6 +270,7 @@ def test_a_replay_goes_on_behind_a_hole_from_a_state(tmp_path: Path, state: str)
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 async def test_an_agent_uploads_its_state_now_and_then(
     tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from tests.unit.test_reconcile import (
     planned,
 )
 from workers.machine.observe import apply_interruption, apply_observation, apply_result, contradiction, relaunched
-from workers.machine.state import EngineState, call_name, with_engine_state
+from workers.machine.state import EngineState, with_engine_state
 from workers.machine.weights import adopt_pushed
 
 LOAD_2 = events.Load(2, Checkpoint("v2"), None)
@@ -214,12 +214,6 @@ def test_a_failed_load_that_left_the_digest_unchanged_did_no_harm() -> None:
     assert not after.torn
     after, _ = apply_result(replace(engine, torn=True), LOAD_2, events.Fault("engine_error", "No."), seen)
     assert after.torn, "it is not known of which weights that digest is"
-
-
-@pytest.mark.parametrize("call", [events.StartProfile(SESSION, "d"), events.StopProfile(SESSION, "d")], ids=call_name)
-def test_a_failed_profile_call_leaves_no_session(call: events.Call) -> None:
-    engine, failure = apply_result(replace(READY, session=SESSION), call, events.Fault("engine_error", "No."), None)
-    assert engine.session is None and failure is not None
 
 
 @pytest.mark.parametrize(("asleep", "unknown"), [(None, WEIGHTS), (WEIGHTS, frozenset()), (frozenset(), frozenset())])

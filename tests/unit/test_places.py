@@ -23,16 +23,6 @@ def lose(bus: Coordinator, replica: int) -> None:
         bus.feed(PeerLost(at_us=0, peer=member.peer, reason="silent"))
 
 
-def test_each_that_asks_gets_the_lowest_index_that_is_free() -> None:
-    bus = Coordinator("0.0", "2.0")
-    assert [bus.ask(token) for token in "abc"] == [1, 3, 4]
-
-
-def test_one_that_asks_again_is_told_the_same() -> None:
-    bus = Coordinator()
-    assert [bus.ask(token) for token in "abab"] == [0, 1, 0, 1]
-
-
 def test_ranks_of_a_trainer_take_no_place_from_replicas() -> None:
     assert Coordinator("actor.0").ask("a") == 0
 

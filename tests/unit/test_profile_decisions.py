@@ -191,13 +191,6 @@ def test_a_failed_check_names_what_is_missing_and_suppresses_nothing() -> None:
     assert not state.reconcile_blocked and calls_for(state, replace(START, step=9), 2) != []
 
 
-def test_a_check_applies_to_the_replicas_of_the_start() -> None:
-    others = replace(CHECK, plan=ProfilePlan(ranks=frozenset({7})))
-    assert outcome_of(agent(), others) == Skipped(Reason.RANK_NOT_SELECTED)
-    assert outcome_of(agent(), replace(CHECK, plan=ProfilePlan(enabled=False))) == Skipped(Reason.DISABLED)
-    assert outcome_of(agent(SECOND), CHECK) == Skipped(Reason.NOT_PRIMARY)
-
-
 # --- finish -----------------------------------------------------------------------------------------------------------
 
 FINISH = ProfileCommand(action="finish", step=3, plan=FINISHED, profiled_steps=(1, 3))
@@ -359,9 +352,3 @@ def test_collect_is_skipped_by_the_primary_whose_stop_named_its_traces() -> None
 def test_collect_applies_to_the_replicas_of_the_start() -> None:
     others = ProfileCommand(action="collect", step=3, plan=ProfilePlan(ranks=frozenset({7})))
     assert outcome_of(agent(SECOND), others) == Skipped(Reason.RANK_NOT_SELECTED)
-
-
-def test_collect_opens_and_suppresses_nothing() -> None:
-    opened, _ = fold(agent(SECOND), command(START, 1))
-    state, _ = fold(opened, command(COLLECT, 2))
-    assert state.desired == opened.desired and state.suppressed == opened.suppressed

@@ -131,12 +131,6 @@ def test_a_pushed_label_stands_for_the_version_that_it_was_pushed_as() -> None:
     assert proofs(trace(bus, ("step-40", 0, 9), replica=1)) == [(4, 0, "proven")]
 
 
-def test_what_is_proven_outlives_the_bus() -> None:
-    bus = committed(1)
-    bus.open()
-    assert trace(bus, ("1", 0, 9), replica=1).proof == "proven"
-
-
 # --- adapters ---------------------------------------------------------------------------------------------------------
 
 

@@ -177,11 +177,6 @@ def test_a_label_that_the_engine_reports_already_is_refused() -> None:
     assert is_ready(run.state)
 
 
-def test_a_label_that_an_engine_has_when_it_is_first_seen_is_refused_too() -> None:
-    run = Run(replace(LABELLED, label="step 7", version=None)).issue(phase("prepare", 7, NEW))
-    assert "reports the label 'step 7' already" in failure(run.last, ErrorKind.SOURCE_REFUSED)
-
-
 def test_the_same_pushed_weights_may_be_synced_again_under_the_next_version() -> None:
     run = on_old().issue(phase("prepare", 7, OLD)).issue(phase("load")).issue(phase("commit", 7, OLD))
     assert run.last == Acted(calls=("resume",), version=7)

@@ -19,11 +19,6 @@ from workers.router import routable
 ASLEEP = replace(PAUSED, asleep=ALL_TAGS)
 
 
-def test_a_replica_that_serves_is_ready() -> None:
-    status = status_of(agent())
-    assert status.ready and status.trouble == "" and status.condition() == "v0, generating"
-
-
 def test_a_heartbeat_says_what_call_is_in_flight_and_since_when_and_nothing_more_when_none_is() -> None:
     busy, _ = fold(agent(), command(PAUSE, 1, at_ms=70))
     status = status_of(busy)

@@ -212,13 +212,6 @@ POINTS = [
 ]
 
 
-def test_a_reconciled_engine_needs_no_further_call() -> None:
-    for before, after in combinations([*POINTS, *reversed(POINTS)], 2):
-        engine = carried_out(READY, reconcile(before, READY, PRIMARY))
-        engine = carried_out(engine, reconcile(after, engine, PRIMARY))
-        assert reconcile(after, engine, PRIMARY) == (), f"from {before} to {after}"
-
-
 def test_no_call_violates_a_precondition_that_would_kill_an_engine() -> None:
     for before, after in combinations([*POINTS, *reversed(POINTS)], 2):
         engine = carried_out(READY, reconcile(before, READY, PRIMARY))
@@ -264,11 +257,6 @@ def test_an_engine_may_serve_only_what_is_committed_or_can_be_loaded(
     desired: Desired, engine: EngineState, may: bool
 ) -> None:
     assert may_serve(desired, engine, PRIMARY) is may
-
-
-def test_an_engine_with_torn_weights_holds_no_version() -> None:
-    assert holds_weights(ON_V1, V1)
-    assert not holds_weights(replace(ON_V1, torn=True), V1)
 
 
 def test_an_engine_that_reports_the_committed_version_holds_it_though_its_agent_lost_its_journal() -> None:

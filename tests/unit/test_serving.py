@@ -219,12 +219,6 @@ def test_the_status_shows_unproven_and_absent_agents_first() -> None:
     assert status(bus).unproven == (0, 2) and "0.0: gone for 30 s (was v1, generating)" in str(status(bus))
 
 
-def test_no_replica_is_unproven_before_anything_is_committed() -> None:
-    bus = Coordinator("0.0")
-    bus.lose("0.0")
-    assert proven_replicas(bus.state).unproven == frozenset()
-
-
 # --- which version is served, by answers and heartbeats ---------------------------------------------------------------
 
 PAUSE, RESUME = EngineCommand(operation="pause"), EngineCommand(operation="resume")
@@ -246,16 +240,6 @@ def carried_out(bus: Coordinator, command: EngineCommand) -> dict[int, int]:
     bus.issue(command)
     bus.answer(a0_0=DONE, a1_0=DONE)
     return proven_replicas(bus.state).serving
-
-
-def test_a_replica_serves_what_it_has_just_committed_before_its_next_heartbeat() -> None:
-    bus = serving()
-    assert proven_replicas(bus.state).serving == {0: 1, 1: 1}
-    lines = status(bus).replicas
-    assert {index: (line.state, line.version) for index, line in lines.items()} == {
-        0: ("serving", 1),
-        1: ("serving", 1),
-    }
 
 
 def test_during_a_sync_no_replica_is_proven_to_serve_until_it_has_committed() -> None:
@@ -353,25 +337,6 @@ def test_a_wake_that_resumes_nothing_shows_no_replica_that_serves() -> None:
         bus.issue(EngineCommand(operation="wake"))
         bus.answer(a0_0=conclusion, a1_0=Acted(calls=("wake", "resume")))
         assert proven_replicas(bus.state).serving == {1: 1}
-
-
-def test_an_abort_that_leaves_torn_weights_as_they_are_shows_no_replica_that_serves() -> None:
-    bus = serving()
-    bus.status("0.0", replace(SERVING, version=1, ready=False, generating=False, torn=True))
-    bus.sync(2)
-    bus.answer(a0_0=NO, a1_0=NO, a0_1=NOT_PRIMARY, actor_0=NOT_PRIMARY)
-    bus.answer(a0_0=Skipped(Reason.ALREADY), a1_0=DONE, a0_1=NOT_PRIMARY, actor_0=NOT_PRIMARY)
-    bus.issue(RESUME)
-    bus.answer(a0_0=Skipped(Reason.ALREADY), a1_0=DONE)
-    assert proven_replicas(bus.state).serving == {1: 1}
-
-
-def test_a_wake_that_only_paused_an_engine_shows_no_replica_that_serves() -> None:
-    """Its engine holds weights of another run, and nothing leads back to those of its launch."""
-    bus = serving()
-    bus.issue(EngineCommand(operation="wake"))
-    bus.answer(a0_0=Acted(calls=("pause",)), a1_0=Acted(calls=("wake", "resume")))
-    assert proven_replicas(bus.state).serving == {1: 1}
 
 
 def test_a_replica_that_missed_a_command_is_proven_by_its_next_heartbeat_alone() -> None:

@@ -8,7 +8,7 @@ from shutil import copy
 import pytest
 
 from controlplane.shadowing import find_foreign, refuse_foreign
-from tests.running import python
+from tests.running import PYTEST, python
 
 HOME = Path(__file__).parents[2]
 
@@ -110,7 +110,7 @@ def test_a_repository_that_never_uses_us_runs_its_tests(tmp_path: Path, names: t
             (tmp_path / name / "__init__.py").touch()
         (tmp_path / name / "mine.py").write_text("VALUE = 7")
         (tmp_path / f"test_{name}.py").write_text(f"from {name}.mine import VALUE\n\ndef test(): assert VALUE == 7")
-    run = python("-m", "pytest", cwd=tmp_path)
+    run = python(*PYTEST, cwd=tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr
     assert f"{len(names)} passed" in run.stdout and "warning" not in run.stdout and run.stderr == ""
 
@@ -119,7 +119,7 @@ def test_a_repository_that_never_uses_us_runs_its_tests(tmp_path: Path, names: t
 def test_logs_are_not_replayed_by_foreign_code(tmp_path: Path, name: str) -> None:
     file = package(tmp_path / name)
     copy(HOME / "tests" / "replays" / "killed.db", tmp_path)
-    run = python("-m", "pytest", "--replay-log", "killed.db", cwd=tmp_path)
+    run = python(*PYTEST, "--replay-log", "killed.db", cwd=tmp_path)
     assert run.returncode == 4 and "Traceback" not in run.stderr
     assert "--replay-log: " in run.stderr and str(file) in run.stderr
 

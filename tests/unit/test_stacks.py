@@ -80,6 +80,7 @@ class Noted(StackDumps):
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 async def test_the_stacks_of_a_call_are_taken_shortly_before_its_deadline_and_once(
     bus: Bus, context: Context, tmp_path: Path
 ) -> None:
@@ -114,6 +115,7 @@ async def test_the_stacks_of_a_call_are_taken_shortly_before_its_deadline_and_on
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 async def test_the_function_in_which_an_engine_hangs_is_in_a_file(tmp_path: Path) -> None:
     engine = Hangs()
     async with anyio.create_task_group() as tasks:
@@ -127,6 +129,7 @@ async def test_the_function_in_which_an_engine_hangs_is_in_a_file(tmp_path: Path
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 async def test_only_the_newest_files_are_kept_and_none_is_larger_than_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +146,7 @@ async def test_only_the_newest_files_are_kept_and_none_is_larger_than_its_limit(
 
 
 @pytest.mark.anyio
+@pytest.mark.one_loop
 async def test_what_py_spy_can_not_do_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dumps = StackDumps(foreign_server=True)
     spy = tmp_path / "py-spy"

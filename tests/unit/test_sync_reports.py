@@ -45,15 +45,6 @@ def test_a_replica_in_quarantine_is_named_by_every_report_until_it_is_back() -> 
     assert named(bus) == ("committed", (), ()) and quarantined_replicas(bus.state) == frozenset()
 
 
-def test_a_quarantine_that_ends_with_the_sync_is_not_named_by_the_report_of_its_end() -> None:
-    bus = fleet()
-    ticket = bus.sync(1)
-    run_phases(bus, BUT_2)
-    bus.answer(a2_0=Skipped(Reason.QUARANTINED))
-    bus.send_failed(ticket)
-    assert named(bus) == ("aborted", (), (0, 1, 2)), "the abort that goes out with the report lifts it"
-
-
 @pytest.mark.parametrize("heard", [True, False], ids=["by its heartbeat", "by its failure"])
 def test_a_quarantine_that_the_agent_imposed_itself_is_named_by_an_aborted_sync(heard: bool) -> None:
     bus = fleet()
@@ -133,14 +124,6 @@ def test_a_replica_that_a_commit_quarantines_has_not_loaded_though_it_carried_ou
     run_phases(bus, ALL, BUT_2, ALL)
     assert (bus.state.members["1.0"].sync_acked, bus.state.members["2.0"].sync_acked) == (True, False)
     assert proven_replicas(bus.state).unproven == {2}
-
-
-def test_a_sync_that_no_agent_failed_says_why_it_was_aborted_and_for_which() -> None:
-    bus = fleet()
-    bus.sync(1)
-    run_phases(bus, dict.fromkeys("012", Skipped(Reason.EXPIRED)), ALL)
-    with pytest.raises(CommandFailed, match="0 of 3 replicas prepared, and 2 must: not replicas 0 … 2"):
-        bus.synced[0].raise_for_failures()
 
 
 # --- unproven ---------------------------------------------------------------------------------------------------------
@@ -232,14 +215,6 @@ def test_every_report_names_a_replica_that_an_operator_has_paused(phases: list[d
     assert PAUSED_2 in report.headline and report.lines()[0].trouble
     if report.status == "committed":
         report.raise_for_failures()
-
-
-def test_a_sync_that_its_trainer_gave_up_names_it_too() -> None:
-    bus = paused_by_hand()
-    ticket = bus.sync(1, sends=True)
-    run_phases(bus, ALL)
-    bus.send_failed(ticket)
-    assert [stop.text for stop in bus.synced[0].stopped] == [PAUSED_2]
 
 
 def test_the_status_names_it_first_and_says_so_until_it_is_resumed() -> None:

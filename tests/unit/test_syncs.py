@@ -29,13 +29,6 @@ def test_without_a_version_the_run_counts_on_from_the_newest_that_was_ever_reque
     assert versions == [1, 7, 8, 3, 9]
 
 
-def test_the_report_says_which_version_the_run_chose() -> None:
-    bus = fleet()
-    bus.sync(None)
-    run_phases(bus, ALL, ALL, ALL)
-    assert bus.synced[0].version == 1 and bus.state.default_desired.version == 1
-
-
 def test_a_run_can_still_count_on_from_the_largest_version_that_may_be_asked_for() -> None:
     bus = fleet()
     ticket = bus.sync(VERSION_MAX + 1)
@@ -212,15 +205,6 @@ def test_a_sender_that_returned_leaves_the_load_phase_a_short_time() -> None:
     assert (bus.synced[0].loaded, bus.synced[0].unproven) == ((0, 1), (2,)), "no phase waits for the engine that does"
 
 
-def test_a_sender_that_returned_without_having_sent_ends_the_sync_though_the_engines_go_on_waiting() -> None:
-    bus = fleet()
-    ticket = bus.sync(1)
-    run_phases(bus, ALL)
-    bus.send_returned(ticket)
-    bus.time(10 * SECOND_US)
-    assert bus.synced[0].status == "aborted" and bus.state.sync is None
-
-
 def test_a_sender_that_returned_late_does_not_lengthen_the_phase() -> None:
     bus = fleet()
     ticket = bus.sync(1)
@@ -277,11 +261,6 @@ def test_a_sender_that_does_not_return_aborts_the_sync_at_the_deadline_of_the_lo
     assert bus.synced[0].reason == "the trainer's sender had not returned by the deadline"
     bus.send_returned(ticket)
     assert bus.published == []
-
-
-def test_too_few_replicas_end_the_sync_though_the_sender_still_sends() -> None:
-    bus, _ = sending(ONLY_0)
-    assert phase(bus).phase == "abort"
 
 
 def test_a_sync_that_waits_for_its_sender_ends_with_the_bus() -> None:

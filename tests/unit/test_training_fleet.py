@@ -5,7 +5,6 @@ from controlplane.machine.status import fleet_status
 from schemas.commands import ProfileCommand, ProfilePlan, Target
 from schemas.desired import Desired, ProfileSession
 from schemas.outcomes import Reason, Skipped
-from schemas.reports import SyncReport
 from schemas.wire import Snapshot
 from tests.unit.fleets import DONE, NO, Coordinator
 
@@ -26,18 +25,6 @@ def test_a_sync_involves_replicas_only() -> None:
     (done,) = [conclusion.report for conclusion in bus.of(Conclude) if conclusion.ticket == ticket]
     assert (done.status, done.loaded, done.quarantined) == ("committed", (0,), ())  # type: ignore[union-attr]
     assert bus.state.desired["actor.0"] == Desired()
-
-
-def test_a_missing_rank_does_not_fail_a_sync() -> None:
-    bus = fleet()
-    ticket = bus.sync(1)
-    bus.answer(a0_0=DONE, actor_0=NOT_AN_ENGINE, actor_1=NOT_AN_ENGINE)
-    bus.answer(a0_0=DONE, actor_0=NOT_AN_ENGINE, actor_1=NOT_AN_ENGINE)
-    bus.answer(a0_0=DONE, actor_1=NOT_AN_ENGINE)
-    bus.lose("actor.0")
-    (done,) = [conclusion.report for conclusion in bus.of(Conclude) if conclusion.ticket == ticket]
-    assert isinstance(done, SyncReport)
-    done.raise_for_failures()
 
 
 def test_each_unit_profiles_by_its_own_plan() -> None:

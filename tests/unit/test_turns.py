@@ -46,6 +46,7 @@ async def say_hello(dealer: AsyncZmqSocket, place: Identity) -> None:
     assert isinstance(wire.decode_downward(body), wire.Welcome)
 
 
+@pytest.mark.one_loop
 async def test_a_bus_tells_a_large_fleet_to_send_heartbeats_less_often(
     tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:

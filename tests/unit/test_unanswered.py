@@ -294,13 +294,6 @@ def test_an_observation_that_fails_too_settles_nothing_until_the_next() -> None:
     assert state.engine.generating is True and is_ready(state)
 
 
-def test_an_engine_that_shows_the_effect_of_a_call_without_an_answer_has_acted() -> None:
-    state, _ = fold(agent(), command(PAUSE))
-    state, effects = fold(state, returned(state, LOST, replace(PRESENT, generating=False)))
-    (answer,) = answers(effects)
-    assert answer.outcome == Acted(calls=("pause",))
-
-
 def test_a_command_goes_on_after_a_call_whose_answer_was_lost_and_whose_effect_is_seen() -> None:
     state, _ = fold(agent(), command(SLEEP))
     _, effects = fold(state, returned(state, LOST, replace(PRESENT, generating=False)))
