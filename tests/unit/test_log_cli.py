@@ -271,12 +271,12 @@ def test_a_log_that_differs_or_is_damaged_fails_with_its_difference_only(
 def test_each_log_becomes_two_tests_and_one_of_each_test_with_the_fixture(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(
         "def test_mine(run_log):\n"
-        "    assert run_log.syncs[-1].status == 'committed'\n"
+        "    assert run_log.syncs[0].status == 'committed'\n"
         "    assert run_log.reports.keys() == run_log.commands.keys()\n"
     )
     done = pytest_in(tmp_path, "--replay-log", REPLAYS, tmp_path)
     assert done.returncode == 0, done.stdout
-    assert "9 passed" in done.stdout
+    assert "21 passed" in done.stdout
 
 
 def test_a_place_without_logs_fails_at_once(tmp_path: Path) -> None:
