@@ -22,7 +22,7 @@ from schemas.commands import (
 )
 from schemas.identity import COLOCATED, ROLLOUT, Identity
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
-from tests.simulation import leaving, serving, verdicts
+from tests.simulation import leaving, model, serving, verdicts
 from workers.machine.state import AgentState
 
 if TYPE_CHECKING:
@@ -182,20 +182,7 @@ def _must(promises: Promises, process: Process, published: Published, given: eve
 
 def open_sync(promises: Promises, place: Identity, seq: int) -> int:
     """The version of the sync that is open for a place before a position; 0 if none is."""
-    if not verdicts.syncs(place):
-        return 0
-    for at in range(seq - 1, 0, -1):
-        found = promises.log.get(at)
-        if found is None or isinstance(found.command, EpochStart):
-            return 0
-        command = found.command
-        if not isinstance(command, WeightSync) or not promises.counts(at, place):
-            continue
-        if verdicts.stale(promises, place, command, at):
-            continue
-        taken = command.phase in ("prepare", "load") and place.replica not in command.quarantine
-        return command.version if taken else 0
-    return 0
+    return model.by_log(promises, place, seq).syncing
 
 
 def superfluous(process: Process, call: events.Call) -> str:
