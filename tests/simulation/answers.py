@@ -185,6 +185,15 @@ def open_sync(promises: Promises, place: Identity, seq: int) -> int:
     return model.by_log(promises, place, seq).syncing
 
 
+def dials(promises: Promises, process: Process) -> str:
+    """P3: an agent that is given a new key leaves no sync that it takes part in."""
+    ledger, state = process.slot.ledger, process.state
+    if ledger.lost_epoch or ledger.lease_over or not state.joined or state.desired.draining:
+        return ""
+    version = open_sync(promises, process.slot.identity, state.seq + 1)
+    return f"{process.peer} joins again in the sync to v{version}" if version else ""
+
+
 def superfluous(process: Process, call: events.Call) -> str:
     """P5: no call is made that changes nothing, as far as the agent can know."""
     engine, believed, trigger = process.slot.engine, process.state.engine, process.trigger

@@ -484,21 +484,3 @@ def session(promises: Promises, identity: Identity, seq: int, wanted: int | None
             return f"the snapshot wants session {wanted}, and seq {at} has opened {command.step}"
         return ""
     return ""
-
-
-def dials(promises: Promises, process: Process) -> str:
-    """Return what is wrong with joining again now, by a new key; '' if the agent takes part in no sync."""
-    ledger, place = process.slot.ledger, process.slot.identity
-    if not syncs(place) or ledger.lost_epoch or ledger.lease_over or not process.state.joined:
-        return ""
-    if process.state.desired.draining:
-        return ""
-    for seq in range(process.state.seq, 0, -1):
-        command = promises.log[seq].command
-        if isinstance(command, WeightSync) and promises.counts(seq, place):
-            open_phase = command.phase in ("prepare", "load") and place.replica not in command.quarantine
-            wrong = open_phase and not stale(promises, place, command, seq)
-            return f"{process.peer} joins again in the {command.phase} phase of a sync" if wrong else ""
-        if isinstance(command, EpochStart):
-            return ""
-    return ""
