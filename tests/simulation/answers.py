@@ -127,6 +127,10 @@ def _failed(
     match given.outcome.error:
         case ErrorKind.SYNC_IN_PROGRESS:
             return "" if syncing else "no sync was in progress"
+        case ErrorKind.NO_EFFECT if engine is not None and not isinstance(command, AdapterSync):
+            relaunched = before.engine.instance != process.state.engine.instance
+            others = engine.memory == "trainer" or len(process.world.commanders(process.slot)) > 1
+            return "" if engine.idled or relaunched or others else "its engine has done it"
         case ErrorKind.ENGINE_NOT_READY if given.rule == 7:
             return "" if _launching(process, before) else "its engine was up"
         case ErrorKind.SOURCE_REFUSED if engine is not None and not serving.misled(process):

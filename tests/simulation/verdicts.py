@@ -105,6 +105,8 @@ def report(promises: Promises, bus: Bus, told: SyncReport) -> str:
             return f"the report of v{told.version}, {told.status}, does not name replica {replica}, which said {given}"
         if desired is not None and desired.quarantined and not told.adapter:
             return f"the report of v{told.version}, {told.status}, does not name replica {replica}, in quarantine"
+    if nameless := [stop for stop in told.stopped if stop.operator is None]:
+        return f"the report of v{told.version} does not say by whose order, and since when: {nameless}"
     stopped = {replica for stop in told.stopped for replica in stop.replicas}
     for replica in known - stopped:
         desired = bus.state.desired.get(replica)
