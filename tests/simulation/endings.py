@@ -146,9 +146,10 @@ def _serves_wrongly(slot: Slot, process: Process) -> str:
 
 
 def _unlisted(bus: Bus, slot: Slot, process: Process) -> str:
-    """A replica that is ready serves, by what the bus says."""
+    """A replica that is ready serves, by what the bus says, unless a command told it to stop, and that failed."""
     place, listed = slot.identity, proven_replicas(bus.state).serving
-    lacks = place.syncs and not place.node_rank and is_ready(process.state) and place.replica not in listed
+    serves = place.syncs and not place.node_rank and is_ready(process.state) and process.state.desired.serving
+    lacks = serves and place.replica not in listed
     return f"{process.peer} is ready, and the bus does not list it as serving" if lacks else ""
 
 
