@@ -248,3 +248,21 @@ def test_an_engine_without_its_packages_ends_the_agent_with_one_clear_line(tmp_p
     logged, last = done.stderr.splitlines()
     assert "TinyEngine.open raised: the tiny engine needs torch" in logged
     assert last.startswith("rolloutctl: the tiny engine needs torch") and "its extra `torch`" in last
+
+
+MURDERER = """
+import asyncio
+from tests.unit.small_bus import Engine as Small
+class Engine(Small):
+    async def observe(self):
+        asyncio.current_task().cancel()
+        return await super().observe()
+"""
+
+
+def test_an_agent_whose_backend_cancels_it_says_so_and_ends_with_3(tmp_path: Path) -> None:
+    (tmp_path / "cancels.py").write_text(MURDERER)
+    place = ["--bus", f"ipc://{tmp_path}/bus", "--replica", "0", "--state-dir", str(tmp_path / "state")]
+    done = python("-m", "controlplane.cli", "agent", *place, "--engine", "cancels:Engine", cwd=tmp_path)
+    assert done.returncode == 3
+    assert "agent 0.0 ends: one of its tasks was cancelled from within" in done.stderr.splitlines()[-1]

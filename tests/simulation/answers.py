@@ -22,7 +22,7 @@ from schemas.commands import (
 )
 from schemas.identity import COLOCATED, ROLLOUT, Identity
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
-from tests.simulation import leaving, serving, verdicts
+from tests.simulation import leaving, model, serving, verdicts
 from workers.machine.state import AgentState
 
 if TYPE_CHECKING:
@@ -127,6 +127,10 @@ def _failed(
     match given.outcome.error:
         case ErrorKind.SYNC_IN_PROGRESS:
             return "" if syncing else "no sync was in progress"
+        case ErrorKind.NO_EFFECT if engine is not None and not isinstance(command, AdapterSync):
+            relaunched = before.engine.instance != process.state.engine.instance
+            others = engine.memory == "trainer" or len(process.world.commanders(process.slot)) > 1
+            return "" if engine.idled or relaunched or others else "its engine has done it"
         case ErrorKind.ENGINE_NOT_READY if given.rule == 7:
             return "" if _launching(process, before) else "its engine was up"
         case ErrorKind.SOURCE_REFUSED if engine is not None and not serving.misled(process):
@@ -182,20 +186,16 @@ def _must(promises: Promises, process: Process, published: Published, given: eve
 
 def open_sync(promises: Promises, place: Identity, seq: int) -> int:
     """The version of the sync that is open for a place before a position; 0 if none is."""
-    if not verdicts.syncs(place):
-        return 0
-    for at in range(seq - 1, 0, -1):
-        found = promises.log.get(at)
-        if found is None or isinstance(found.command, EpochStart):
-            return 0
-        command = found.command
-        if not isinstance(command, WeightSync) or not promises.counts(at, place):
-            continue
-        if verdicts.stale(promises, place, command, at):
-            continue
-        taken = command.phase in ("prepare", "load") and place.replica not in command.quarantine
-        return command.version if taken else 0
-    return 0
+    return model.by_log(promises, place, seq).syncing
+
+
+def dials(promises: Promises, process: Process) -> str:
+    """P3: an agent that is given a new key leaves no sync that it takes part in."""
+    ledger, state = process.slot.ledger, process.state
+    if ledger.lost_epoch or ledger.lease_over or not state.joined or state.desired.draining:
+        return ""
+    version = open_sync(promises, process.slot.identity, state.seq + 1)
+    return f"{process.peer} joins again in the sync to v{version}" if version else ""
 
 
 def superfluous(process: Process, call: events.Call) -> str:

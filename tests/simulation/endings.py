@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from controlplane.machine.coordinator import CoordinatorState
+from controlplane.machine.replicas import proven_replicas
 from schemas.identity import ROLLOUT, RolloutMode
 from schemas.wire import encode, event_decoder
 from tests.simulation import adapter_verdicts, serving
 from tests.simulation.bus import event_decoder as bus_event_decoder
 from tests.simulation.engine import weights_of, weights_to_serve
-from workers.machine.readiness import in_sync, trouble
+from workers.machine.readiness import in_sync, is_ready, trouble
 from workers.machine.state import AgentState
 from workers.machine.suppressed import still_desired
 
 if TYPE_CHECKING:
     from tests.simulation.agent import Process
+    from tests.simulation.bus import Bus
     from tests.simulation.cluster import World
     from tests.simulation.slot import Slot
 
@@ -119,7 +121,7 @@ def _missing(world: World) -> str | None:
             return f"{process.peer} is at {state.seq}, the bus at {bus.state.seq}"
         if world.mechanisms.beacon and world.now - process.published_ms > 3000:
             return f"{process.peer} hears no heads"
-        if wrong := _serves_wrongly(slot, process):
+        if wrong := _serves_wrongly(slot, process) or _unlisted(bus, slot, process):
             return wrong
         stuck = state.reconcile_blocked or state.engine.lost or (slot.engine is not None and slot.engine.unable)
         stuck = stuck or serving.stranded(process, state.desired)
@@ -141,6 +143,14 @@ def _serves_wrongly(slot: Slot, process: Process) -> str:
     if engine.keeps_memory:
         desired = replace(desired, asleep=frozenset())
     return "" if desired.serving else f"{process.peer} generates, and is out of service"
+
+
+def _unlisted(bus: Bus, slot: Slot, process: Process) -> str:
+    """A replica that is ready serves, by what the bus says, unless a command told it to stop, and that failed."""
+    place, listed = slot.identity, proven_replicas(bus.state).serving
+    serves = place.syncs and not place.node_rank and is_ready(process.state) and process.state.desired.serving
+    lacks = serves and place.replica not in listed
+    return f"{process.peer} is ready, and the bus does not list it as serving" if lacks else ""
 
 
 def relaunch_lost(world: World) -> None:

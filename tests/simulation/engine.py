@@ -141,6 +141,7 @@ class Engine:
     caller: the agent that called it last.   loaded_by: which of two agents gave it other weights.
     resumed: asked before the engine generates again, so that what it holds can be judged.
     shelf: its LoRA adapters.   rollouts: requests whose answers name the labels that it had.
+    idled: it did not carry out its last call, and said that it had.
     flips: chance that it loads other bytes than it was told to, and reports success.   flipped: it has.
     """
 
@@ -184,6 +185,7 @@ class Engine:
     caller: Process | None = None
     loaded_by: int | None = None
     rollouts: list[Rollout] = field(default_factory=list)
+    idled: bool = False
     flips: float = 0.0
     flipping: Random = field(default_factory=lambda: Random(0))
     flipped: bool = False
@@ -420,7 +422,8 @@ class Engine:
         attempt.applied = True
         if isinstance(attempt.result, events.Fault):
             return self._apply_fault(attempt.call, attempt.result)
-        return attempt.result if self._idles(attempt.call) else self._carry_out(attempt)
+        self.idled = self._idles(attempt.call)
+        return attempt.result if self.idled else self._carry_out(attempt)
 
     def _carry_out(self, attempt: Attempt) -> events.Returned | events.Fault:
         match call := attempt.call:

@@ -92,18 +92,21 @@ def differs(bus: Bus) -> Iterator[str]:
         desired = bus.state.desired.get(place.unit)
         if place.role != ROLLOUT or place.node_rank or desired is None or place.unit not in joined:
             continue
-        wanted, found = _by_log(promises, place), _read(desired)
+        wanted, found = by_log(promises, place, promises.head + 1), _read(desired)
         if found != wanted:
             yield f"of {place.agent} the bus desires {found}, the log {wanted}"
 
 
-def _by_log(promises: Promises, place: Identity) -> Wanted:
-    """One that never syncs begins with what is wanted of those that do, and goes on without their weights. One whose
+def by_log(promises: Promises, place: Identity, until: int) -> Wanted:
+    """What is wanted of a place before a position.
+
+    One that never syncs begins with what is wanted of those that do, and goes on without their weights. One whose
     agent restarts leaves its quarantine, and takes part in what the fleet syncs then.
     """
     wanted, begun, syncs = Wanted(), promises.begun_anew.get(place.unit, 0), verdicts.syncs(place)
     fleet, restarts = Wanted(), [seq for seq in promises.restarts.get(place.unit, ()) if seq >= begun]
-    for seq, published in (*promises.log.items(), (promises.head + 1, None)):
+    published_before = ((seq, published) for seq, published in promises.log.items() if seq < until)
+    for seq, published in (*published_before, (until, None)):
         while restarts and restarts[0] < seq:
             wanted.restart(fleet)
             restarts.pop(0)

@@ -362,7 +362,7 @@ class Promises:
 
     def dials(self, process: Process) -> None:
         """P3: an agent that is given a new key leaves no sync that it takes part in."""
-        self.judge("P3 answer", verdicts.dials(self, process))
+        self.judge("P3 answer", answers.dials(self, process))
 
     def commits(self, lost: bool = False) -> list[WeightSync]:
         """Return every published commit, in order; after those that the log has `lost`, if wanted."""

@@ -48,6 +48,24 @@ GUARDS = {
         "",
         21,
     ),
+    "by whose order": Guard(
+        "controlplane/machine/stops.py",
+        "if isinstance(unit, int) and (paused or asleep):",
+        "if isinstance(unit, int) and (paused and asleep):",
+        3,
+    ),
+    "listed as serving": Guard(
+        "controlplane/machine/replicas.py",
+        "and identity.syncs and not (waiting and identity.agent in waiting):",
+        "and identity.syncs and (waiting and identity.agent in waiting):",
+        0,
+    ),
+    "asleep as asked": Guard(
+        "workers/machine/observe.py",
+        "case Sleep() if asleep is not None and not call.tags <= asleep:",
+        "case Sleep() if asleep is not None and not call.tags > asleep:",
+        31,
+    ),
     "lifted": Guard(
         "workers/machine/suppressed.py",
         'lifted = command.phase == "commit" or command.version == suppressed.quarantined',

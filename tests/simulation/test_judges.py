@@ -4,7 +4,18 @@ import pytest
 from msgspec.structs import replace
 
 from controlplane.simulate.modelled_engine import Kind
-from schemas.commands import AdapterSync, AdapterVersion, Broadcast, Checkpoint, Manifest, ProfilePlan, Target
+from schemas.commands import (
+    AdapterSync,
+    AdapterVersion,
+    Broadcast,
+    Checkpoint,
+    Command,
+    EngineCommand,
+    Manifest,
+    ProfilePlan,
+    Target,
+    WeightSync,
+)
 from schemas.desired import Committed, Desired, ProfileSession
 from schemas.events import Call, Effect, EngineObserved, Event, Load, Pause, Started, StartProfile
 from schemas.identity import Operation
@@ -12,6 +23,7 @@ from schemas.reports import Report, SyncReport
 from schemas.wire import Snapshot
 from tests.simulation import serving
 from tests.simulation.agent import Process
+from tests.simulation.answers import open_sync
 from tests.simulation.bus import Bus
 from tests.simulation.cluster import World
 from tests.simulation.endings import relaunch_lost
@@ -232,6 +244,37 @@ def test_an_engine_of_which_it_is_not_known_what_it_does_is_launched_again_twice
     assert engine.instance == launches
 
 
+def published(command: Command) -> Published:
+    return Published(1, command, Target(), frozenset(), frozenset(), 1, 0, 0, 0, 1)
+
+
+V6 = Checkpoint("v6")
+
+
+@pytest.mark.parametrize(
+    ("restarted", "next_command", "version"),
+    [
+        (None, EngineCommand(operation="flush"), 0),
+        (1, EngineCommand(operation="flush"), 0),
+        (2, EngineCommand(operation="flush"), 6),
+        (2, WeightSync(phase="abort", version=6), 0),
+        (2, WeightSync(phase="commit", version=6, source=V6), 0),
+    ],
+)
+def test_a_sync_that_left_a_replica_out_is_open_for_it_again_from_a_restart_of_its_agent_until_the_end(
+    restarted: int | None, next_command: Command, version: int
+) -> None:
+    world = World(0)
+    promises, place = world.promises, world.slots[0].identity
+    left_out = frozenset({place.replica})
+    promises.log[1] = published(WeightSync(phase="prepare", version=6, source=V6))
+    promises.log[2] = published(WeightSync(phase="load", version=6, quarantine=left_out))
+    promises.log[3] = published(next_command)
+    if restarted is not None:
+        promises.restarts[place.unit] = [restarted]
+    assert open_sync(promises, place, 4) == version
+
+
 @pytest.mark.parametrize(("arrived", "verdict"), [(4, "calls {1} joining"), (5, ""), (6, "")])
 def test_a_sync_may_call_a_replica_joining_that_followed_another_only_if_it_joined_after_the_beginning(
     arrived: int, verdict: str
@@ -239,7 +282,7 @@ def test_a_sync_may_call_a_replica_joining_that_followed_another_only_if_it_join
     world = World(0)
     promises = world.promises
     command = AdapterSync(phase="abort", adapter=AdapterVersion(name="judge", version=1, path="judge/1"))
-    promises.log[6] = Published(1, command, Target(), frozenset(), frozenset(), 1, 0, 0, 0, 1)
+    promises.log[6] = published(command)
     promises.newcomers.arrived["1.0"] = arrived
     promises.newcomers.followed.add(1)
     phases = tuple(Report(seq=seq, origin=1, command=command, outcomes=()) for seq in (5, 6))

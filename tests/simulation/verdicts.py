@@ -105,6 +105,8 @@ def report(promises: Promises, bus: Bus, told: SyncReport) -> str:
             return f"the report of v{told.version}, {told.status}, does not name replica {replica}, which said {given}"
         if desired is not None and desired.quarantined and not told.adapter:
             return f"the report of v{told.version}, {told.status}, does not name replica {replica}, in quarantine"
+    if nameless := [stop for stop in told.stopped if stop.operator is None]:
+        return f"the report of v{told.version} does not say by whose order, and since when: {nameless}"
     stopped = {replica for stop in told.stopped for replica in stop.replicas}
     for replica in known - stopped:
         desired = bus.state.desired.get(replica)
@@ -488,22 +490,4 @@ def session(promises: Promises, identity: Identity, seq: int, wanted: int | None
         if any(isinstance(outcome, Acted) for outcome in given) and wanted != command.step:
             return f"the snapshot wants session {wanted}, and seq {at} has opened {command.step}"
         return ""
-    return ""
-
-
-def dials(promises: Promises, process: Process) -> str:
-    """Return what is wrong with joining again now, by a new key; '' if the agent takes part in no sync."""
-    ledger, place = process.slot.ledger, process.slot.identity
-    if not syncs(place) or ledger.lost_epoch or ledger.lease_over or not process.state.joined:
-        return ""
-    if process.state.desired.draining:
-        return ""
-    for seq in range(process.state.seq, 0, -1):
-        command = promises.log[seq].command
-        if isinstance(command, WeightSync) and promises.counts(seq, place):
-            open_phase = command.phase in ("prepare", "load") and place.replica not in command.quarantine
-            wrong = open_phase and not stale(promises, place, command, seq)
-            return f"{process.peer} joins again in the {command.phase} phase of a sync" if wrong else ""
-        if isinstance(command, EpochStart):
-            return ""
     return ""

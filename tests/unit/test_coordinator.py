@@ -131,11 +131,14 @@ def test_a_retransmission_starves_no_agent_of_a_large_fleet_and_takes_many_turns
     bus = Coordinator(*agents)
     bus.issue(PAUSE)
     turns: list[list[str]] = []
+    moments: list[int] = []
     while (moment := next_deadline(bus.state)) is not None and moment < 3 * SECOND_US:
         bus.time(moment)
+        moments.append(moment)
         turns.append([peer.removesuffix("/a") for peer, _ in bus.sent])
     assert [len(turn) for turn in turns] == [PAGE, PAGE, 150 - 2 * PAGE] * 2
     assert sorted(name for turn in turns[:3] for name in turn) == sorted(agents)
+    assert moments == sorted(set(moments)), "each turn lets time pass"
 
 
 def test_the_next_deadline_is_the_next_retransmission_or_the_end_of_a_command() -> None:

@@ -12,6 +12,7 @@ from tests.unit.machines import PRESENT, PRIMARY, SECOND, agent, called, carry_o
 from tests.unit.test_machine_lives import FLUSH, PAUSE, PAUSED, RESUME, V1, snapshot
 from workers.link.heartbeat import status_of
 from workers.machine.decide import next_deadline
+from workers.machine.progress import is_news
 from workers.machine.readiness import is_ready, is_wedged, trouble
 from workers.machine.state import AgentState, call_name
 from workers.router import routable
@@ -227,3 +228,11 @@ def test_a_replica_that_holds_weights_of_another_run_and_can_load_none_says_so(
     state = agent(seen=seen, desired=Desired(fallback=fallback))
     state, _ = fold(state, observed(replace(seen, version=2)))
     assert trouble(state) == f"tiny 1 can load no weights, and does not hold {missing}"
+
+
+def test_counters_that_move_are_no_news_until_they_stop_or_go_on_again() -> None:
+    before = replace(PRESENT, running=1, generated=5)
+    after = replace(before, generated=9)
+    stalls = [(0, 0), (0, 1), (1, 2), (2, 3), (3, 0), (1, 0)]
+    assert [is_news(before, after, *counts) for counts in stalls] == [False, True, True, False, True, True]
+    assert is_news(None, before, 0, 0) and is_news(before, replace(before, generating=False), 0, 0)

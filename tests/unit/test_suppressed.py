@@ -6,6 +6,7 @@ from msgspec.structs import replace
 from schemas import events
 from schemas.commands import Checkpoint, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
 from schemas.desired import ALL_TAGS, Desired, ProfileSession, Syncing
+from schemas.identity import Operation
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from tests.unit.machines import (
     PRESENT,
@@ -221,9 +222,19 @@ def test_a_sync_for_which_the_memory_can_not_be_woken_leaves_it_asleep() -> None
     assert called(more) == [] and in_sync(state) and still_desired(state.desired, state.suppressed).asleep == ALL_TAGS
 
 
-def test_an_engine_without_a_tokenizer_is_not_paused_late_either() -> None:
-    state, effects = fold(agent(seen=replace(PRESENT, tokenizer="absent")), command(PAUSE, 1))
-    assert error(answers(effects)[0].outcome) is ErrorKind.TOKENIZER_MISSING
+@pytest.mark.parametrize(
+    ("seen", "refused"),
+    [
+        (replace(PRESENT, tokenizer="absent"), ErrorKind.TOKENIZER_MISSING),
+        (replace(PRESENT, operations=PRESENT.operations - {Operation.PAUSE}), ErrorKind.UNSUPPORTED),
+    ],
+    ids=["tokenizer", "operation"],
+)
+def test_an_engine_that_could_not_be_paused_at_all_is_not_paused_late_either(
+    seen: events.Observation, refused: ErrorKind
+) -> None:
+    state, effects = fold(agent(seen=seen), command(PAUSE, 1))
+    assert error(answers(effects)[0].outcome) is refused
     _, effects = fold(state, observed())
     assert called(effects) == []
 

@@ -144,6 +144,16 @@ def test_what_was_loaded_is_remembered_within_bounds() -> None:
     assert "version 2 may have been used before" in bus.refused[0][2], "replica 2 was never told of a version"
 
 
+def test_a_version_between_two_that_are_remembered_was_never_used() -> None:
+    bus = fleet()
+    for version in range(2, 2 * LOADED_MAX + 4, 2):
+        bus.sync(version, target=Target(replicas=frozenset({0, 1})))
+        run_phases(bus, *[{**ALL, "2": Skipped(Reason.NOT_TARGETED)}] * 3)
+    assert [bus.state.loaded[0].weights.version, len(bus.state.loaded)] == [4, LOADED_MAX]
+    bus.sync(5)
+    assert bus.refused == [] and phase(bus).version == 5
+
+
 # --- weights that are not sent ----------------------------------------------------------------------------------------
 
 
