@@ -136,7 +136,7 @@ class StageEngine(Engine):
             attempt.result = Fault("engine_error", "it went wrong on cue.")
         elif how == "fakes":
             attempt.applied = True
-            attempt.result = Returned()
+            attempt.result, self.idled = Returned(), True
         return attempt, FOREVER_MS if how == "hangs" else 20
 
     def _tear(self) -> None:
