@@ -146,10 +146,15 @@ def _serves_wrongly(slot: Slot, process: Process) -> str:
 
 
 def _unlisted(bus: Bus, slot: Slot, process: Process) -> str:
-    """A replica that is ready serves, by what the bus says, unless a command told it to stop, and that failed."""
+    """A replica that is ready serves, by what the bus says, unless a command told it to stop, and that failed.
+
+    An answer by which it does not serve counts until its next heartbeat.
+    """
     place, listed = slot.identity, proven_replicas(bus.state).serving
+    member = bus.state.members.get(place.agent)
     serves = place.syncs and not place.node_rank and is_ready(process.state) and process.state.desired.serving
-    lacks = serves and place.replica not in listed
+    answered = member is not None and False in (member.command_acked, member.sync_acked)
+    lacks = serves and place.replica not in listed and not answered
     return f"{process.peer} is ready, and the bus does not list it as serving" if lacks else ""
 
 
