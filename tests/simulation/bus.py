@@ -319,6 +319,7 @@ class Bus:
             case AgentStatus():
                 self._on_status(peer, message, seq)
             case Hello():
+                self.statuses.pop(peer, None)  # the coordinator forgets the agent's last status
                 self.feed(events.HelloReceived(at_us=self.now_us, peer=peer, hello=message, recorded_decisions=0))
             case Join():
                 self.feed(events.JoinReceived(at_us=self.now_us, peer=peer))
