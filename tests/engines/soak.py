@@ -107,10 +107,16 @@ class KeepFleet:
         """What a new request gets."""
         return begin(self.kind, self.server.url, prompt, asked, None).grows_to(asked).tokens
 
-    def whole(self, prompt: Sequence[int], asked: int) -> Whole:
+    def whole(self, prompt: Sequence[int], asked: int, sent: threading.Event | None = None) -> Whole:
         """What one request gets on the route whose answers name versions. Waits until it has ended. The logprobs of its
-        prompt are told if one token is asked for.
+        prompt are told if one token is asked for. `sent` is set once the server has all of it: one that is sent later
+        is younger.
         """
+
+        def note(step: str, _: object) -> None:
+            if sent is not None and step == "http11.send_request_body.complete":
+                sent.set()
+
         sampling: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
         if self.kind == "vllm":
             sampling |= {"max_tokens": asked, "logprobs": 0, "prompt_logprobs": 0 if asked == 1 else None}
@@ -120,7 +126,9 @@ class KeepFleet:
             body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
             body |= {"logprob_start_len": 0 if asked == 1 else -1}
         path = "/inference/v1/generate" if self.kind == "vllm" else "/generate"
-        answer = httpx.post(self.server.url + path, json=body, timeout=400).raise_for_status().json()
+        with httpx.Client(timeout=400) as client:
+            asking = client.post(self.server.url + path, json=body, extensions={"trace": note})
+        answer = asking.raise_for_status().json()
         return Whole.of_vllm(answer, prompt) if self.kind == "vllm" else Whole.of_sglang(answer)
 
     def stream(self, prompt: Sequence[int]) -> Request:

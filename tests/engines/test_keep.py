@@ -1,5 +1,6 @@
 """Syncs with `in_flight="keep"` on real engines under requests that always run: what frozen and new requests get."""
 
+import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -85,7 +86,8 @@ def test_each_token_of_two_versions_in_flight_is_traced_to_the_one_that_made_it(
     """The spans of the engine's answer say so, and so do its logprobs: those of the weights that are named, alone."""
     old, new, before = fleet.held, other(fleet.held), fleet.version
     with ThreadPoolExecutor(1) as asking:
-        asked = asking.submit(fleet.whole, FROZEN_PROMPT, TRACED[in_flight])
+        asked = asking.submit(fleet.whole, FROZEN_PROMPT, TRACED[in_flight], sent := threading.Event())
+        assert sent.wait(60)
         beside = fleet.stream(FROZEN_PROMPT)
         beside.grows_to(20)  # by then the other, which is older, has some
         beside.close()
