@@ -11,7 +11,7 @@ from collections import deque
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Final, Self
+from typing import Self
 
 from anyio import CancelScope, to_thread
 
@@ -39,7 +39,7 @@ from schemas.commands import (
     durable_source,
 )
 from schemas.config import BusConfig, milliseconds, within_bounds
-from schemas.errors import BusAddressError, BusClosed, BusFaulted, ConfigError
+from schemas.errors import BusAddressError, BusClosed, ConfigError
 from schemas.formatting import escape_html
 from schemas.identity import TIME_MAX_MS, Identity, InFlight
 from schemas.logs import logger_of
@@ -56,8 +56,6 @@ from schemas.transport.sockets import Context
 
 logger = logger_of("plane")
 
-STATUS_MS: Final = 5_000
-"""Longest time that `status` waits for a bus before it looks whether its log hangs."""
 StrPath = str | os.PathLike[str]
 
 
@@ -245,15 +243,7 @@ class ControlPlane(EngineCommands):
         Raises:
             BusClosed: The bus has ended.
         """
-        bus = self.bus
-        if held_up := bus.status_if_held_up():
-            return held_up
-        try:
-            return bus.run_soon(partial(_status, bus), STATUS_MS).wait()
-        except BusFaulted:  # the disk began to hang meanwhile
-            if held_up := bus.status_if_held_up():
-                return held_up
-            raise
+        return self.bus.status()
 
     def serving(self) -> dict[int, int]:
         """Return the replicas that serve at this moment, each with the version that it is proven to serve.
@@ -593,7 +583,3 @@ class ControlPlane(EngineCommands):
             raise ConfigError("end_step: no step has begun. Call `begin_step` at its beginning")
         step, self._begun = self._begun, None
         step.end()
-
-
-async def _status(bus: Bus) -> FleetStatus:
-    return bus.status()
