@@ -21,15 +21,10 @@ COLUMNS_MAX: Final = 10_000
 
 
 class Screen(Console):
-    """Where a command prints: stdout, a terminal or a file.
-
-    Attributes:
-        live: A terminal in which what is printed can be replaced, as a progress bar is.
-    """
+    """Where a command prints: stdout, a terminal or a file."""
 
     def __init__(self) -> None:
         super().__init__(highlight=False)
-        self.live = self.is_terminal and not self.is_dumb_terminal
 
     def show(self, table: Table) -> None:
         """Print a table; into a file or a pipe as plain columns, one line for each row, with nothing cut or folded."""
