@@ -110,7 +110,6 @@ class ControlPlane(EngineCommands):
         self._checkpoints, self._insecure, self._context = Path(checkpoints), insecure, context
         folder = keys or os.environ.get(KEYS_VARIABLE)
         self._keys = KeyFolder(Path(folder)) if folder else None
-        self._begun: Step | None = None
         self._samples, self._step = SampleCounts(), 0
         self._digested: dict[str, dict[str, bytes]] = {}  # tensors of the newest checkpoints, by their content
         self._senders: list[threading.Thread] = []
@@ -553,33 +552,10 @@ class ControlPlane(EngineCommands):
     def step(self, global_step: int) -> Step:
         """Return the context of one training step: `with` or `async with plane.step(n):` around its work.
 
+        A trainer whose steps are callbacks enters it with a `contextlib.ExitStack`.
         Opens and closes profiling sessions as configured. Never raises for profiling that failed: a warning is logged,
         and the report is in `profile_reports`.
         """
         self._record_samples()
         self._step = max(0, global_step)
         return Step(self._profiling, global_step)
-
-    def begin_step(self, global_step: int) -> None:
-        """Begin a training step, for a trainer whose steps are callbacks. Waits as `with plane.step(n):` does.
-
-        Raises:
-            ConfigError: The step before it has not ended.
-        """
-        if self._begun is not None:
-            begun = self._begun.number
-            raise ConfigError(f"begin_step({global_step}): step {begun} has not ended. Call `end_step` at its end")
-        step = self.step(global_step)
-        step.begin()
-        self._begun = step
-
-    def end_step(self) -> None:
-        """End the step that `begin_step` began, and wait for its reports.
-
-        Raises:
-            ConfigError: No step has begun.
-        """
-        if self._begun is None:
-            raise ConfigError("end_step: no step has begun. Call `begin_step` at its beginning")
-        step, self._begun = self._begun, None
-        step.end()
