@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from controlplane.bus.bus_loop import FLOOD_TURNS, TURN_MAX, BusLoop
+from controlplane.bus.inbox import Inbox
 from controlplane.record.log import RunLog
 from schemas.config import BusConfig
 
@@ -23,7 +24,9 @@ class CutOff:
 @pytest.fixture
 def turns(tmp_path: Path) -> Iterator[BusLoop]:
     with RunLog.open(tmp_path / "run.db") as log:
-        yield BusLoop(log, BusConfig())
+        loop = BusLoop(log, BusConfig())
+        loop.inbox = Inbox(log)
+        yield loop
 
 
 def full_turns(turns: BusLoop, connections: int, count: int) -> int:
