@@ -228,7 +228,7 @@ def make_fresh(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if next(directory.iterdir(), None) is None:
-            return os.utime(directory)  # files of the session are not older
+            return
     except OSError as error:
         raise RefusedError(f"the profile was not started: {directory}: {error.strerror}.") from error
     raise RefusedError(

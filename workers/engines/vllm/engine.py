@@ -45,6 +45,9 @@ from workers.traces.node import collect_traces, make_fresh, move_trace, require_
 
 PAUSE_MODES: Final = ("mode", "wait_for_inflight_requests")
 """Parameters of a pause that say what becomes of requests: up to 0.15 the second alone."""
+BEFORE: Final = ".before"
+"""File in a session's directory with the names of the files that were in the engine's before. An agent that is
+restarted needs it to tell whose they are."""
 
 
 class VLLMEngine(AttachedEngine[VLLMLaunch]):
@@ -208,7 +211,14 @@ class VLLMEngine(AttachedEngine[VLLMLaunch]):
     async def _start_profile(self, client: EngineClient, launch: VLLMLaunch, call: events.StartProfile) -> None:
         arguments = profile_arguments(call.session.plan, call.directory, launch)
         await to_thread.run_sync(make_fresh, self._traces / call.directory)
-        await client.call("start_profile", **arguments)
+        before = "\0".join(await to_thread.run_sync(_files, launch.profiles_to))
+        note = self._traces / call.directory / BEFORE
+        await to_thread.run_sync(note.write_bytes, os.fsencode(before))
+        try:
+            await client.call("start_profile", **arguments)
+        except CallRefused:
+            await to_thread.run_sync(note.unlink)
+            raise
 
     async def _stop_profile(
         self, client: EngineClient, launch: VLLMLaunch, call: events.StopProfile
@@ -220,21 +230,18 @@ class VLLMEngine(AttachedEngine[VLLMLaunch]):
 
     def _collect(self, profiles_to: Path | None, call: events.StopProfile) -> events.Returned:
         """Move what the session left in the engine's directory to the session's."""
-        directory = self._traces / call.directory
         for file in self._left(profiles_to, call):
-            since = directory.stat().st_mtime_ns
-            move_trace(file, directory)
-            os.utime(directory, ns=(since, since))  # for a stop that is made again
+            move_trace(file, self._traces / call.directory)
+        (self._traces / call.directory / BEFORE).unlink(missing_ok=True)
         return collect_traces(self._traces, call.directory, call.session.plan, self._identity)
 
     def _left(self, profiles_to: Path | None, call: events.StopProfile) -> list[Path]:
-        """Return what was written to the engine's directory since the session's was made."""
-        directory = self._traces / call.directory
-        if profiles_to is None or not directory.is_dir():
+        """Return what the session has left in the engine's directory. Without a note of what was there, nothing has."""
+        note = self._traces / call.directory / BEFORE
+        if profiles_to is None or not note.is_file():
             return []
-        since = directory.stat().st_mtime_ns
-        files = (file for file in profiles_to.glob("*") if file.is_file())
-        return sorted(file for file in files if file.stat().st_mtime_ns >= since)
+        before = os.fsdecode(note.read_bytes()).split("\0")
+        return [profiles_to / name for name in sorted(_files(profiles_to)) if name not in before]
 
 
 def pause_arguments(call: events.Pause, read: frozenset[str], version: str) -> dict[str, object]:
@@ -247,3 +254,9 @@ def pause_arguments(call: events.Pause, read: frozenset[str], version: str) -> d
     if call.mode == "keep":
         raise UnsupportedError(f"vllm {version} can't freeze requests: pause with `abort` or `wait`.")
     return {"wait_for_inflight_requests": call.mode == "wait", "clear_cache": False}
+
+
+def _files(directory: Path | None) -> frozenset[str]:
+    if directory is None or not directory.is_dir():
+        return frozenset()
+    return frozenset(path.name for path in directory.iterdir() if path.is_file())
