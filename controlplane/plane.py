@@ -5,6 +5,7 @@ trainer's loop, and its heartbeats go on whatever the trainer does. Every method
 microseconds and returns a `Ticket`: a trainer without an event loop calls `.wait()`, an async one awaits it.
 """
 
+import html
 import os
 import threading
 from collections import deque
@@ -40,7 +41,6 @@ from schemas.commands import (
 )
 from schemas.config import BusConfig, milliseconds, within_bounds
 from schemas.errors import BusAddressError, BusClosed, ConfigError
-from schemas.formatting import escape_html
 from schemas.identity import TIME_MAX_MS, Identity, InFlight
 from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig
@@ -353,7 +353,7 @@ class ControlPlane(EngineCommands):
     def _repr_html_(self) -> str:
         """What a notebook shows: the fleet at this moment."""
         if self._opened is None:
-            return f"<pre>{escape_html(str(self._closed()))}</pre>"
+            return f"<pre>{html.escape(str(self._closed()), quote=False)}</pre>"
         return self.status()._repr_html_()
 
     @property
