@@ -6,7 +6,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,30 +24,6 @@ TRY_AGAIN_S: Final = 0.2
 MARK: Final = ".rolloutctl"
 """File in each directory that is published, with the name of its adapter, or empty."""
 PARTIAL: Final = ".partial"
-
-
-def sync_after_others(begin: Callable[[], Ticket[SyncReport]], what: str, timeout: float) -> SyncReport:
-    """Sync, and return the report. While another sync has not ended, this one waits for as long as one may take.
-
-    Args:
-        begin: Asks for the sync.
-        what: Is synced, as the log names it.
-        timeout: Seconds for each phase.
-
-    Raises:
-        SyncInProgress: Another sync did not end in that time.
-    """
-    until, said = time.monotonic() + PHASES * timeout, False
-    while True:
-        try:
-            return begin().wait()
-        except SyncInProgress as error:
-            if time.monotonic() > until:
-                raise
-            if not said:
-                logger.warning("%s waits, since another sync has not ended: %s", what, error)
-            said = True
-        threading.Event().wait(TRY_AGAIN_S)
 
 
 class CheckpointSync:
@@ -124,7 +99,18 @@ class CheckpointSync:
             SyncInProgress: Another sync did not end in that time.
         """
         folder = self._write(name, write)
-        report = sync_after_others(partial(self._begin, folder), folder.name, self._timeout)
+        until, said = time.monotonic() + PHASES * self._timeout, False
+        while True:
+            try:
+                report = self._begin(folder).wait()
+                break
+            except SyncInProgress as error:
+                if time.monotonic() > until:
+                    raise
+                if not said:
+                    logger.warning("%s is not published yet, since another sync has not ended: %s", folder.name, error)
+                said = True
+            threading.Event().wait(TRY_AGAIN_S)
         report.raise_unless_committed()
         self._delete_unneeded()
         return report

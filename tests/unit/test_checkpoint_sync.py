@@ -160,7 +160,7 @@ def test_a_sync_waits_for_that_of_an_operator_and_says_so(
     sync, reports = CheckpointSync(plane), list[SyncReport]()
     publishing = threading.Thread(target=lambda: reports.append(sync.publish("step_1", weights(1))))
     publishing.start()
-    wait_until(lambda: "step_1 waits, since another sync has not ended" in caplog.text)
+    wait_until(lambda: "step_1 is not published yet, since another sync has not ended" in caplog.text)
     sent.set()
     others.wait(20)
     publishing.join(20)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from controlplane.bus.bus_loop import FLOOD_TURNS, TURN_MAX, BusLoop
-from controlplane.bus.inbox import Inbox
 from controlplane.record.log import RunLog
 from schemas.config import BusConfig
 
@@ -24,9 +23,7 @@ class CutOff:
 @pytest.fixture
 def turns(tmp_path: Path) -> Iterator[BusLoop]:
     with RunLog.open(tmp_path / "run.db") as log:
-        loop = BusLoop(log, BusConfig())
-        loop.inbox = Inbox(log)
-        yield loop
+        yield BusLoop(log, BusConfig())
 
 
 def full_turns(turns: BusLoop, connections: int, count: int) -> int:

@@ -227,7 +227,8 @@ def test_many_commands_that_waited_for_a_launch_and_are_answered_at_once_count_a
     assert [str(found) for found in verify(entries)] == []
 
 
-def test_the_memory_of_a_check_does_not_grow_with_the_answers() -> None:
+def test_the_memory_of_a_check_does_not_grow_with_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invariants, "INTERNED_MAX", 256)
     sizes = []
 
     def measured() -> Iterator[LogEntry]:

@@ -33,10 +33,11 @@ from typing import Any, Final, Literal, NamedTuple
 import anyio
 from anyio import to_thread
 
+from controlplane.bus.callers import PHASES
 from controlplane.machine.adapters import NAMES_MAX, live_versions, needed_paths
 from controlplane.machine.quorum import AWAY
 from controlplane.plane import ControlPlane
-from controlplane.trainers.checkpoints import sync_after_others
+from controlplane.tickets import Ticket
 from controlplane.trainers.gateway import routes
 from controlplane.trainers.gateway.adapters import FOLDER, adapter_of, copy_adapter, label_of
 from schemas.commands import Checkpoint, EngineCommand, WeightSync, durable_source
@@ -305,7 +306,7 @@ class Posts:
         asked, limits = current.asked, {**self._limits, **current.limits}
         mode: InFlight = max(self._paused.values(), key=STRENGTH.index, default="abort")
         sync = partial(self._plane.sync_weights, None, Checkpoint(asked.path), in_flight=mode, **limits)
-        report = await in_thread(sync_after_others, sync, str(asked), self._timeout_s)
+        report = await self._after_others(sync, asked)
         if report.status == "committed":
             self._labelled, self._label = report.version, asked.label
             self._digests = {
@@ -323,7 +324,7 @@ class Posts:
         try:
             await in_thread(copy_adapter, self._root, asked.path, place)
             sync = partial(self._plane.sync_adapter, asked.adapter, None, place, **self._limits)
-            return await in_thread(sync_after_others, sync, str(asked), self._timeout_s)
+            return await self._after_others(sync, asked)
         finally:
             self._taken.discard(place)
 
@@ -341,6 +342,22 @@ class Posts:
             for name in await in_thread(os.listdir, self._root / folder):
                 if f"{folder}/{name}" not in needed_paths(self._plane.view().state) | self._taken:
                     await in_thread(partial(rmtree, ignore_errors=True), self._root / folder / name)
+
+    # --- both ---------------------------------------------------------------------------------------------------------
+
+    async def _after_others(self, sync: Callable[[], Ticket[SyncReport]], asked: Asked) -> SyncReport:
+        """Sync. While that of an operator has not ended, wait for as long as one may take: a trainer would end."""
+        until, said = anyio.current_time() + PHASES * self._timeout_s, False
+        while True:
+            try:
+                return await (await to_thread.run_sync(sync))
+            except SyncInProgress as error:
+                if anyio.current_time() > until:
+                    raise
+                if not said:
+                    logger.warning("%s waits, since another sync has not ended: %s", asked, error)
+                said = True
+                await anyio.sleep(LOOK_AGAIN_S)
 
     async def _replicas_known(self) -> None:
         """Wait for replicas that the run does not know yet, as long as for a phase: a trainer may start before them."""
