@@ -1,4 +1,4 @@
-"""An agent's registration in a router: what the real sglang-router and smg do, and routers that fail.
+"""An agent's registration in a router: what the real sglang-router does, and routers that fail.
 
 The workers are small servers that answer as an engine server does; the agents, the buses and the router are real. The
 rule for which servers are registered has its tests in tests/unit/test_routable.py.
@@ -66,17 +66,14 @@ class Worker(HttpServer):
         return (200, {"text": self.url}) if request.path == "/generate" else (404, {})
 
 
-PROGRAMS = {"sglang-router": ("sglang_router.launch_router",), "smg": ("smg", "launch")}
-
-
 class RouterProcess(Process):
-    """A real router."""
+    """A real sglang-router."""
 
-    def __init__(self, program: str, folder: Path, *options: str, key: str | None = None) -> None:
+    def __init__(self, folder: Path, *options: str, key: str | None = None) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         ports = ["--port", str(self.port), "--prometheus-port", str(free_port()), "--host", "127.0.0.1"]
-        start = ["-m", *PROGRAMS[program], "--disable-retries", *ports, *options]
+        start = ["-m", "sglang_router.launch_router", "--disable-retries", *ports, *options]
         start += ["--api-key", key] if key else []
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self.client = httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE_S, trust_env=False)
@@ -134,14 +131,9 @@ class RouterProcess(Process):
         return self.client.post("/generate", json={"text": "hello"})
 
 
-@pytest.fixture(scope="module", params=PROGRAMS)
-def program(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
-def router(program: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
-    with RouterProcess(program, tmp_path_factory.mktemp("router")) as process:
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
+    with RouterProcess(tmp_path_factory.mktemp("router")) as process:
         yield process
 
 
@@ -249,8 +241,8 @@ async def test_a_worker_is_added_only_once_it_is_healthy(router: RouterProcess, 
 
 
 @pytest.mark.engine_sglang
-async def test_a_router_with_a_key_that_gives_up_on_a_worker(program: str, worker: Worker, tmp_path: Path) -> None:
-    with RouterProcess(program, tmp_path, "--worker-startup-timeout-secs", "6", key="router-key") as guarded:
+async def test_a_router_with_a_key_that_gives_up_on_a_worker(worker: Worker, tmp_path: Path) -> None:
+    with RouterProcess(tmp_path, "--worker-startup-timeout-secs", "6", key="router-key") as guarded:
         async with placed(guarded, worker, key="another") as place:
             with pytest.raises(CallRefused, match="/workers answered 401"):
                 await bring(place, True)
@@ -265,11 +257,9 @@ async def test_a_router_with_a_key_that_gives_up_on_a_worker(program: str, worke
 
 
 @pytest.mark.engine_sglang
-async def test_a_worker_that_is_listed_by_data_parallel_ranks_is_removed_as_one(
-    program: str, worker: Worker, tmp_path: Path
-) -> None:
+async def test_a_worker_that_is_listed_by_data_parallel_ranks_is_removed_as_one(worker: Worker, tmp_path: Path) -> None:
     worker.ranks = 2
-    with RouterProcess(program, tmp_path, "--dp-aware") as ranked:
+    with RouterProcess(tmp_path, "--dp-aware") as ranked:
         async with placed(ranked, worker) as place:
             await bring(place, True)
         assert sorted(ranked.workers(worker)) == [f"{worker.url}@0", f"{worker.url}@1"]
@@ -307,9 +297,9 @@ async def test_an_agent_stays_registered_through_pauses_and_syncs(
 
 @pytest.mark.engine_sglang
 async def test_a_restarted_router_gets_its_worker_back(
-    program: str, worker: Worker, bus: Bus, context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    worker: Worker, bus: Bus, context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with RouterProcess(program, tmp_path) as mortal:
+    with RouterProcess(tmp_path) as mortal:
         async with following(RouterRegistration(mortal.url, worker.url, poll_s=0.05), bus, context, tmp_path):
             await bus.admit()
             await mortal.until(worker)
