@@ -102,7 +102,7 @@ test-recipes: $(VENV)/.ready
 environments: $(VENV)/.ready
 	command -v chromium > /dev/null || (apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends chromium)
 	$(BIN)/python -m tests.timeline.environment
-	$(BIN)/python -m tests.environments vllm sglang router verl trl
+	$(BIN)/python -m tests.environments vllm sglang router verl trl clients
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

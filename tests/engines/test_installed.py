@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests import environments
-from tests.engines.surfaces import RELEASES, Kind, openapi, read, signature
+from tests.engines.surfaces import INSTALLED, Kind, openapi, read, signature
 
 pytestmark = pytest.mark.timeout(900)  # the environment of an engine may have to be built
 
@@ -26,7 +26,7 @@ def needs(found: Signature) -> list[tuple[str, str, bool]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_methods_and_request_classes_are_those_of_the_installed_engine(kind: Kind, tmp_path: Path) -> None:
-    surface = read(kind, RELEASES[kind][-1])
+    surface = read(kind, INSTALLED[kind])
     paths = os.pathsep.join([str(ROOT), *([str(environments.STANDINS)] if kind == "sglang" else [])])
     settings = {"PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     command = [str(environments.python(kind)), "-m", "tests.engines.installed", kind]
@@ -57,7 +57,7 @@ def listed(document: dict[str, Any], path: str, method: str) -> tuple[set[tuple[
 def test_routes_are_those_of_a_running_server(kind: Kind, request: pytest.FixtureRequest) -> None:
     fleet = request.getfixturevalue(f"{kind}_fleet")
     real = httpx.get(f"{fleet.first.url if kind == 'vllm' else fleet.urls[0]}/openapi.json", timeout=60).json()
-    ours = openapi(read(kind, RELEASES[kind][-1]))
+    ours = openapi(read(kind, INSTALLED[kind]))
     for path, methods in ours["paths"].items():
         if "lora" in path and path not in real["paths"]:
             continue  # vLLM has them where it was launched for them

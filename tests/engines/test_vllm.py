@@ -6,7 +6,9 @@ What each call does to requests, memory and files is judged by `rolloutctl confo
 import json
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, nullcontext
+from functools import partial
 from http.client import HTTPConnection
 
 import httpx
@@ -17,12 +19,14 @@ from controlplane.analysis.invariants import verify
 from controlplane.cli.replay_log import replay_log
 from controlplane.record.log import RunLog
 from schemas.agent_status import RequestCounts
+from schemas.errors import ConfigError
 from schemas.identity import Operation
 from schemas.outcomes import Acted, ErrorKind
 from tests.engines.deltas import CLOSED, SPLIT, Deltas, save_changed, took
 from tests.engines.reports import acted, conclusions, failed
 from tests.engines.servers import probed, request_of, wait_for
 from tests.engines.vllm_fleet import VLLMFleet
+from tests.environments import VLLM_VERSION
 from tests.running import rolloutctl
 
 pytestmark = [pytest.mark.engine_vllm, pytest.mark.timeout(480)]
@@ -41,7 +45,7 @@ def fleet(vllm_fleet: VLLMFleet) -> Iterator[VLLMFleet]:
 
 def test_probe_says_what_the_server_is(fleet: VLLMFleet) -> None:
     code, found = probed(fleet.first.url)
-    assert code == 0 and (found["kind"], found["version"], found["tokenizer"]) == ("vllm", "0.32.0", "present")
+    assert code == 0 and (found["kind"], found["version"], found["tokenizer"]) == ("vllm", VLLM_VERSION, "present")
     assert set(found["has"]) == set(Operation) - {Operation.ADAPTERS} and found["model"] == fleet.first.model
 
 
@@ -130,6 +134,28 @@ def test_an_engine_that_was_launched_again_gets_the_whole_checkpoint_and_the_oth
     fleet.wait_ready()
     assert len(set(map(tuple, fleet.tokens()))) == 1
     fleet.version = deltas.sync("a").version
+
+
+# --- what is new in 0.33 ----------------------------------------------------------------------------------------------
+
+
+def test_answers_name_the_versions_of_their_tokens_and_a_paused_server_refuses_from_0_33_on(fleet: VLLMFleet) -> None:
+    """Before, a completion names none, and a request that comes in a pause waits for its end."""
+    older = VLLM_VERSION == "0.32.0"
+    version = fleet.sync("b").version
+    path, body = request_of("vllm", "hello", 8, fleet.first.model)
+    ask = partial(httpx.post, fleet.first.url + path, json=body | {"return_weight_versions": True}, timeout=60)
+    with pytest.raises(ConfigError) if older else nullcontext():
+        (made,) = fleet.plane.provenance(ask().json(), replica=0)
+        assert [(span.version, span.proof) for span in made.spans] == [(version, "proven")] and made.tokens == 8
+    fleet.plane.pause("abort").wait()
+    with ThreadPoolExecutor() as asking:
+        asked = asking.submit(ask)
+        if older:
+            fleet.plane.resume().wait()
+        assert asked.result().status_code == (200 if older else 503)
+    fleet.plane.resume().wait()
+    assert ask().status_code == 200
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -162,23 +162,6 @@ class DynamoAdmin:
             (await client.post("/resume")).raise_for_status()
 
 
-class SMG:
-    """smg's own Python client, `smg/rl`, 0bbe7c59: `RL.workers`, `Worker.from_json`. It must have each field here."""
-
-    FIELDS = (
-        *("id", "url", "base_url", "engine", "engine_version", "model_id", "worker_type", "connection_mode"),
-        *("tp_size", "dp_size", "pp_size", "dp_ranks", "role", "health", "weight_version", "labels", "capabilities"),
-    )
-
-    def __init__(self, base_url: str) -> None:
-        self._base_url = base_url.rstrip("/")
-
-    def workers(self) -> list[dict[str, Any]]:
-        response = HTTP.get(f"{self._base_url}/v1/rl/workers", headers={"accept": "application/json"})
-        payload = response.raise_for_status().json()
-        return [{name: worker[name] for name in self.FIELDS} for worker in payload["workers"]]
-
-
 class SlimRouter:
     """SGLang's slim router (`experimental/sgl-router/src`) with `--worker-urls`, one after the other.
 
@@ -212,7 +195,6 @@ class SkyRL:
     `inference_servers/remote_inference_client.py` (`_call_all_servers`, `get_world_size`,
     `init_weight_update_communicator`, `fetch_weights`, `pause`, `resume`, …) and `weight_sync/delta_strategy.py`
     (`DeltaInitInfo.to_api_payload`, `_apply_receiver_update`). No attempt is repeated, and nothing has a time-out.
-    Adapters as in 0.4.0 too: `load_lora_adapter`, `unload_lora_adapter`, `raise_for_status`.
     """
 
     def __init__(self, urls: Sequence[str], local_checkpoint_dir: Path) -> None:
@@ -231,13 +213,12 @@ class SkyRL:
         self.world_sizes = [answer["world_size"] for answer in answers]
         await self._all("/init_weight_transfer_engine", {"init_info": info})
 
-    async def send(self, version: int, sync_dir: str, reset_prefix_cache: bool = True) -> None:
+    async def send(self, version: int, sync_dir: str) -> None:
         update = {"target_version": version, "version": version, "sync_dir": sync_dir, "uri": f"{sync_dir}/delta"}
         await self._all("/fetch_weights", {"target_version": version, "sync_dir": sync_dir, "uri": update["uri"]})
         await self._all("/pause", params={"mode": "keep", "clear_cache": "false"})
         try:
-            if reset_prefix_cache:
-                await self._all("/reset_prefix_cache", {"reset_running_requests": True})
+            await self._all("/reset_prefix_cache", {"reset_running_requests": True})
             start = {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": True}}
             await self._all("/collective_rpc", start)
             await self._all("/update_weights", {"update_info": update})
@@ -245,43 +226,13 @@ class SkyRL:
         finally:
             await self._all("/resume")
 
-    async def send_in_four_phases(self, version: int, sync_dir: str) -> None:
-        """0.4.0: `SkyrlWeightSyncClient` of `weight_sync/control_plane.py`, as `delta/trainer.py` drives it."""
-        update = {"target_version": version, "version": version, "sync_dir": sync_dir, "uri": f"{sync_dir}/delta"}
-        await self._all("/fetch_weights", {"target_version": version, "sync_dir": sync_dir, "uri": update["uri"]})
-        await self._all("/pause?mode=keep&clear_cache=false")
-        try:
-            await self._all("/reset_prefix_cache", {"reset_running_requests": True})
-            await self._all("/start_weight_update")
-            await self._all("/update_weights", {"update_info": update})
-            await self._all("/finish_weight_update")
-        finally:
-            await self._all("/resume")
-
-    async def load_lora_adapter(self, lora_name: str, lora_path: Path) -> None:
-        await self._all("/skyrl/v1/load_lora_adapter", {"lora_name": lora_name, "lora_path": str(lora_path)})
-
-    async def unload_lora_adapter(self, lora_name: str) -> None:
-        await self._all("/v1/unload_lora_adapter", {"lora_name": lora_name})
-        with suppress(httpx.HTTPStatusError):
-            body = {"method": "skyrl_discard_in_memory_lora", "kwargs": {"lora_name": lora_name}}
-            await self._all("/collective_rpc", body)
-
     async def _all(
         self, endpoint: str, body: object = None, method: str = "POST", params: dict[str, str] | None = None
     ) -> list[Any]:
         async with httpx.AsyncClient(timeout=None, verify=False) as client:
             calls = [client.request(method, f"{url}{endpoint}", json=body, params=params) for url in self.urls]
-            answers = []
-            for response in await asyncio.gather(*calls):
-                answers.append(response.json() if int(response.headers.get("content-length", 0)) else None)
-                if response.status_code >= 400 and answers[-1] is not None:
-                    detail = answers[-1].get("error", {})
-                    message = detail.get("message", response.reason_phrase)
-                    text = f"{response.status_code}, message={message!r}, url={response.url}"
-                    raise httpx.HTTPStatusError(text, request=response.request, response=response)
-                response.raise_for_status()
-            return answers
+            answers = [response.raise_for_status() for response in await asyncio.gather(*calls)]
+            return [answer.json() if answer.content else None for answer in answers]
 
 
 class Slime:
@@ -385,17 +336,16 @@ class Miles(Slime):
 
 
 class AReaL:
-    """AReaL, cbff54d64, with weights by disk. For SGLang it pauses twice: what runs is aborted, then nothing may start.
+    """AReaL, cbff54d64, with weights by disk, for SGLang: it pauses twice, `{}` and then `in_place`; 1.0.4 only once.
 
     `areal/engine/fsdp_engine.py` (`_update_weights_from_disk`: the pause comes before the files are written),
     `areal/infra/remote_inf_engine.py` (`pause_generation`, `_update_weights_from_disk`, `clear_checkpoint_after_load`),
     `areal/infra/utils/http.py` (`arequest_with_retry`: any error is tried again, a 4xx too, three times in all), and
-    the routes of `areal/engine/sglang_remote.py` (`get_pause_requests`) or `vllm_remote.py`.
+    the routes of `areal/engine/sglang_remote.py` (`get_pause_requests`).
     """
 
-    def __init__(self, addresses: Sequence[str], *, vllm: bool = False) -> None:
-        self._addresses, self._prefix = addresses, "areal_" if vllm else ""
-        self._vllm = vllm
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = addresses
         self.attempts: list[tuple[str, int]] = []
 
     async def initialize(self) -> None:
@@ -405,32 +355,20 @@ class AReaL:
                 assert response.status_code == 200, response.text
 
     async def update_weights(self, directory: Path, save: Callable[[], object]) -> None:
-        await self._pause()
-        save()
-        if self._vllm:
-            await self._all("/areal_update_weights", {"model_path": str(directory)})
-        else:
-            body = {"model_path": str(directory), "abort_all_requests": True}
-            await self._all("/update_weights_from_disk", body)
-        rmtree(directory, ignore_errors=True)
-        await self._all(f"/{self._prefix}continue_generation", {})
+        body = {"model_path": str(directory), "abort_all_requests": True}
+        await self._update(directory, save, "/update_weights_from_disk", body)
 
     async def update_adapter(self, name: str, version: int, directory: Path, save: Callable[[], object]) -> None:
-        """1.0.4: `build_disk_weight_update_requests`; of SGLang's, the unload of an old version is at best effort."""
-        await self._pause()
-        save()
         body = {"lora_name": f"{name}-v{version}", "lora_path": str(directory)}
-        await self._all("/v1/load_lora_adapter" if self._vllm else "/load_lora_adapter", body)
-        if not self._vllm and version >= 2:
-            with suppress(RuntimeError):
-                await self._all("/unload_lora_adapter", {"lora_name": f"{name}-v{version - 2}"})
-        rmtree(directory, ignore_errors=True)
-        await self._all(f"/{self._prefix}continue_generation", {})
+        await self._update(directory, save, "/load_lora_adapter", body)
 
-    async def _pause(self) -> None:
-        await self._all(f"/{self._prefix}pause_generation", {})
-        if not self._vllm:
-            await self._all("/pause_generation", {"mode": "in_place"})
+    async def _update(self, directory: Path, save: Callable[[], object], endpoint: str, body: object) -> None:
+        await self._all("/pause_generation", {})
+        await self._all("/pause_generation", {"mode": "in_place"})
+        save()
+        await self._all(endpoint, body)
+        rmtree(directory, ignore_errors=True)
+        await self._all("/continue_generation", {})
 
     async def _all(self, endpoint: str, body: object) -> None:
         async with httpx.AsyncClient(timeout=3600, verify=False) as client:

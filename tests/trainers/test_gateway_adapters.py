@@ -5,7 +5,6 @@ Replicas are tiny engines with real low-rank adapters. Their tokens are asked fo
 
 import asyncio
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,7 @@ from schemas.errors import EngineError
 from tests.engines.http_servers import HttpRequest, HttpServer, Reply
 from tests.engines.tiny_lora import PROMPT, expected, lora
 from tests.trainers.gateway_fleet import GatewayFleet, gateway_fleet, on_a_thread
-from tests.trainers.posting_trainers import HTTP, AdminPlane, AReaL, PrimeRL, SkyRL
+from tests.trainers.posting_trainers import HTTP, AdminPlane, AReaL, PrimeRL
 from tests.waiting import until, wait_until
 from workers.engines.tiny.model import TinyConfig, TinyModel
 from workers.engines.tiny.server import TinyClient
@@ -95,7 +94,7 @@ def lora_fleet(folder: Path, replicas: int = 2, **options: Any) -> Iterator[LoRA
     def answer(front: str, request: HttpRequest) -> Reply:
         """What a server of that engine answers."""
         if request.path not in ("/v1/completions", "/generate"):
-            return 404, {"detail": "Not Found"}
+            return (200, b"") if request.path == "/health" else (404, {"detail": "Not Found"})
         body = json.loads(request.body)
         model = body.get("model", body.get("lora_path")) or ""
         try:
@@ -189,44 +188,6 @@ def test_prime_rl_is_told_in_its_error_why_an_adapter_is_refused_and_the_old_one
 # --- SkyRL: one directory, which it overwrites ------------------------------------------------------------------------
 
 
-def test_skyrl_overwrites_its_files_and_no_version_changes_by_that(lora_run: LoRAFleet) -> None:
-    trainer = SkyRL(lora_run.urls, lora_run.run / "local")
-    directory = lora_run.write("lora_sync", 1)
-    inode = os.stat(directory / "adapter_model.safetensors").st_ino
-    asyncio.run(trainer.load_lora_adapter("skyrl-lora", directory))
-    lora_run.write("lora_sync", 2)
-    assert os.stat(directory / "adapter_model.safetensors").st_ino == inode  # a hard link would have it too
-
-    lora_run.fleet.stop_agent(1)
-    lora_run.fleet.start_agent(1)  # its engine has nothing, and reads the files of what is committed
-    wait_until(lambda: lora_run.listed(1) == {"skyrl-lora-v1"})
-    wait_until(lambda: lora_run.ask(1, "skyrl-lora").status_code == 200)
-    assert lora_run.serves("skyrl-lora", 1)
-
-    asyncio.run(trainer.load_lora_adapter("skyrl-lora", directory))
-    assert lora_run.serves("skyrl-lora", 2)
-
-
-def test_skyrl_drops_one_of_two_tenants(lora_run: LoRAFleet) -> None:
-    trainer = SkyRL(lora_run.urls, lora_run.run / "local")
-    a, b = lora_run.write("lora_sync/model_a", 1), lora_run.write("lora_sync/model_b", 2)
-
-    async def both() -> None:
-        await asyncio.gather(trainer.load_lora_adapter("model_a", a), trainer.load_lora_adapter("model_b", b))
-
-    asyncio.run(both())
-    assert lora_run.serves("model_a", 1) and lora_run.serves("model_b", 2)
-    asyncio.run(trainer.unload_lora_adapter("model_a"))
-    assert lora_run.fleet.operations() == ["adapter drop model_a"]
-    answer = lora_run.ask(0, "model_a")
-    assert answer.status_code == 404 and "model_a" in answer.json()["error"]["message"]
-    wait_until(lambda: lora_run.listed(0) == lora_run.listed(1) == {"model_b-v1"})
-    wait_until(lambda: lora_run.copies() == ["model_b"])
-    assert lora_run.serves("model_b", 2)
-    with pytest.raises(httpx.HTTPStatusError, match="this run has no adapter 'model_c'"):
-        asyncio.run(trainer.unload_lora_adapter("model_c"))
-
-
 def test_skyrl_is_told_why_an_adapter_in_memory_is_refused(lora_run: LoRAFleet) -> None:
     body = {"lora_name": "skyrl-lora", "in_memory": True}
     answer = HTTP.post(f"{lora_run.urls[0]}/skyrl/v1/load_lora_adapter", json=body)
@@ -240,33 +201,6 @@ def test_skyrl_is_told_why_an_adapter_in_memory_is_refused(lora_run: LoRAFleet) 
 def ports(tmp_path: Path) -> Iterator[LoRAFleet]:
     with lora_fleet(tmp_path, ports=True) as made:
         yield made
-
-
-@pytest.mark.parametrize("vllm", [False, True], ids=["sglang", "vllm"])
-def test_areal_names_each_version_and_gets_the_one_that_it_names(ports: LoRAFleet, vllm: bool) -> None:
-    trainer = AReaL(ports.fleet.addresses, vllm=vllm)
-    field = "model" if vllm else "lora_path"
-
-    def update(version: int, seed: int) -> None:
-        path = f"weight_update_v{version}"
-        asyncio.run(trainer.update_adapter("lora", version, ports.run / path, partial(ports.write, path, seed)))
-
-    for version in (1, 2, 3):
-        update(version, version)
-        assert ports.serves(f"lora-v{version}", version, field=field)
-    assert ports.serves("lora-v2", 2, field=field)  # that a late request still names
-    gone = ports.ask(1, "lora-v1", field)
-    assert gone.status_code == 404 and "served are: lora-v3, lora-v2" in gone.json()["message"]
-
-    launched = ports.ask(0, "lora-v0", field)  # what the engine was launched with is its own
-    assert "lora-v0" in launched.json()["detail"]
-
-    update(2, 12)  # restarted from its checkpoint of version 1
-    assert ports.serves("lora-v2", 12, field=field) and ports.serves("lora", 12, field=field)
-    assert {status for status in trainer.attempts if status[0].endswith("load_lora_adapter")} == {
-        ("/v1/load_lora_adapter" if vllm else "/load_lora_adapter", 200)
-    } | (set() if vllm else {("/unload_lora_adapter", 200)})
-    assert ports.fleet.operations() == []  # no pause, no resume, no unload of a version
 
 
 def test_the_newest_version_of_areal_is_not_unloaded_alone(ports: LoRAFleet) -> None:

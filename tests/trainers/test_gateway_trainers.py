@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-import runpy
 from functools import partial
 from pathlib import Path
-from threading import Thread
 
 import httpx
 import jsonschema
@@ -13,11 +11,9 @@ import pytest
 
 from controlplane.trainers.gateway.service import Gateway
 from tests.engines.http_servers import HttpServer
-from tests.environments import SKYRL, unpacked
 from tests.trainers.gateway_fleet import MODEL, GatewayFleet, digest_of, gateway_fleet, on_a_thread
 from tests.trainers.posting_trainers import (
     HTTP,
-    SMG,
     AdminPlane,
     AReaL,
     DynamoAdmin,
@@ -130,40 +126,6 @@ def test_dynamos_clients_are_refused_weights_over_nccl_with_what_to_set(ports: G
     assert HTTP.post(f"{ports.urls[0]}/collective_rpc", json=probe).json() == {"results": [None]}
 
 
-def test_smgs_client_reads_what_each_worker_is_and_an_epoch_that_grows_with_each_change(
-    tmp_path: Path, servers: list[HttpServer]
-) -> None:
-    with gateway_fleet(tmp_path, engines=[server.url for server in servers]) as fleet:
-        client = SMG(fleet.gateway.url)
-
-        def epoch() -> int:
-            return int(HTTP.get(f"{fleet.gateway.url}/v1/rl/workers").json()["membership_epoch"])
-
-        body = {"model_path": str(fleet.write("w", 1)), "weight_version": "70"}
-        for url in fleet.urls:
-            client_of = f"{url}/update_weights_from_disk"
-            Thread(target=HTTP.post, args=[client_of], kwargs={"json": body}).start()
-        wait_until(lambda: [worker["weight_version"] for worker in client.workers()] == ["70", "70"])
-        first, second = client.workers()
-        assert (first["id"], first["base_url"], first["model_id"]) == ("0", fleet.urls[0], MODEL)
-        assert (first["engine"], first["health"], first["worker_type"]) == ("tiny", "ready", "regular")
-        assert first["capabilities"]["update_from"] == ["disk"] and second["id"] == "1"
-
-        before = epoch()
-        assert epoch() == before
-        fleet.stop_agent(1)
-        wait_until(lambda: client.workers()[1]["health"] == "not_ready")
-        assert client.workers()[1]["weight_version"] is None
-        left = epoch()
-        fleet.start_agent(1)
-        wait_until(lambda: client.workers()[1]["health"] == "ready")
-        assert before < left < epoch()
-        fleet.stop_agent(1)
-        wait_until(lambda: client.workers()[1]["health"] == "not_ready")
-        fleet.plane.retire(1).wait()
-        assert [worker["id"] for worker in client.workers()] == ["0"]
-
-
 # --- the run's own route ----------------------------------------------------------------------------------------------
 
 
@@ -244,57 +206,6 @@ def test_a_restarted_gateway_goes_on_with_skyrls_delta_from_the_log(
         fleet.write("local/weights", 2)
         asyncio.run(trainer.send(2, "s3://bucket/run"))
     assert fleet.syncs() == [("committed", (0, 1))] * 2 and fleet.digests() == [digest_of(2)] * 2
-
-
-def test_skyrls_client_finds_what_its_own_servers_answer(fleet: GatewayFleet, servers: list[HttpServer]) -> None:
-    """`tests/…/test_remote_inference_client.py`: the bodies that its control plane and its proxy are checked by."""
-    for url in fleet.urls:
-        paused = HTTP.post(f"{url}/pause", params={"mode": "keep", "clear_cache": "false"}).json()
-        assert (paused["status"], paused["mode"], paused["clear_cache"]) == ("paused", "keep", "false")
-        reset = HTTP.post(f"{url}/reset_prefix_cache", json={"reset_running_requests": True}).json()
-        assert (reset["status"], reset["body"]) == ("cache_reset", {"reset_running_requests": True})
-        assert HTTP.post(f"{url}/resume").json()["status"] == "resumed"
-    for path in ("/v1/chat/completions/render", "/finish_session"):
-        HTTP.post(f"{fleet.urls[1]}{path}", json={})
-        assert servers[1].requests[-1].path == path
-
-
-def test_skyrl_updates_in_four_phases(fleet: GatewayFleet, servers: list[HttpServer]) -> None:
-    trainer = SkyRL(fleet.urls, fleet.folder / "run" / "local")
-    asyncio.run(trainer.init_weight_update_communicator())
-    for version in (1, 2):
-        fleet.write("local/weights", version)
-        asyncio.run(trainer.send_in_four_phases(version, "s3://bucket/run"))
-        assert fleet.digests() == [digest_of(version)] * 2
-    assert fleet.syncs() == [("committed", (0, 1))] * 2 and fleet.operations() == []
-    drafter = HTTP.post(f"{fleet.urls[0]}/start_draft_weight_update")
-    assert drafter.status_code == 400 and "not the drafter" in drafter.json()["error"]["message"]
-
-
-@pytest.mark.trainer_clients
-@pytest.mark.timeout(300)
-def test_skyrls_own_client_updates_in_four_phases(fleet: GatewayFleet) -> None:
-    """0.4.0: `SkyrlWeightSyncClient`, from its package, as `weight_sync/delta/trainer.py` drives it."""
-    file = unpacked(SKYRL) / "skyrl/backends/skyrl_train/weight_sync/control_plane.py"
-    client = runpy.run_path(str(file))["SkyrlWeightSyncClient"](fleet.urls)
-    local = fleet.folder / "run" / "local"
-    client.init_weight_transfer_engine({"base_model_path": "base", "local_checkpoint_dir": str(local)})
-    for version in (1, 2):
-        fleet.write("local/weights", version)
-        client.fetch_weights(version, "s3://bucket/run")
-        client.pause_generation()
-        client.reset_prefix_cache(reset_running_requests=True)
-        client.start_weight_update()
-        client.update_weights({"target_version": version, "sync_dir": "s3://bucket/run"})
-        client.finish_weight_update()
-        client.resume_generation()
-        assert fleet.digests() == [digest_of(version)] * 2
-    with client.draft_session(), pytest.raises(RuntimeError, match="not the drafter"):
-        client.start_weight_update()
-    with pytest.raises(RuntimeError, match="weight_sync_backend=delta"):
-        client.init_weight_transfer_engine({"master_address": "127.0.0.1", "master_port": 1, "world_size": 3})
-    client.close()
-    assert fleet.syncs() == [("committed", (0, 1))] * 2 and fleet.operations() == []
 
 
 def test_skyrl_over_nccl_is_refused_before_it_begins(fleet: GatewayFleet, servers: list[HttpServer]) -> None:
@@ -404,9 +315,8 @@ def test_a_version_that_is_named_after_the_load_is_that_of_the_proven_weights(po
 # --- AReaL ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("vllm", [False, True], ids=["sglang", "vllm"])
-def test_areal_pauses_before_it_writes_and_nothing_stands_meanwhile(ports: GatewayFleet, vllm: bool) -> None:
-    trainer = AReaL(ports.addresses, vllm=vllm)
+def test_areal_pauses_before_it_writes_and_nothing_stands_meanwhile(ports: GatewayFleet) -> None:
+    trainer = AReaL(ports.addresses)
     asyncio.run(trainer.initialize())
     seen: list[list[int]] = []
 
@@ -420,13 +330,3 @@ def test_areal_pauses_before_it_writes_and_nothing_stands_meanwhile(ports: Gatew
         assert ports.digests() == [digest_of(version)] * 2 and not directory.exists()
     assert seen == [[0, 0], [1, 1]]
     assert ports.syncs() == [("committed", (0, 1))] * 2
-
-
-def test_areal_tries_an_abort_again_and_then_ends(ports: GatewayFleet) -> None:
-    trainer = AReaL(ports.addresses)
-    asyncio.run(trainer.update_weights(ports.folder / "run" / "v1", partial(ports.write, "v1", 1)))
-    with pytest.raises(RuntimeError, match="Failed after 3 retries"):
-        asyncio.run(trainer.update_weights(ports.folder / "run" / "v2", partial(ports.write, "v2", 2, hidden=32)))
-    statuses = [status for endpoint, status in trainer.attempts if endpoint == "/update_weights_from_disk"]
-    assert statuses[:2] == [200, 200] and set(statuses[2:]) == {409}
-    assert ports.generates_on() == [1, 1]

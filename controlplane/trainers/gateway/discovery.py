@@ -1,6 +1,6 @@
 """`GET /v1/rl/workers`, protocol version 1: each row has what Dynamo's clients read, and what smg's read. Pure.
 
-Read in Dynamo (`lib/rl/src/lib.rs`, 836fe810), smg (`crates/protocols/src/rl.rs` and its Python client, 0bbe7c59) and
+Read in Dynamo (`lib/rl/src/lib.rs`, 836fe810), smg (`crates/protocols/src/rl.rs`, 0bbe7c59; its client, 1.13.0) and
 prime-rl (`src/prime_rl/inference/dynamo.py`, 02e7f45f), which pins what it finds: a worker that changes ends its run.
 So a replica keeps its row, whatever happens to it, until it is retired. `health` says whether it may get requests.
 """
