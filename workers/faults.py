@@ -1,7 +1,8 @@
 """Injects the faults of a plan into one agent, its engine and its connections: a game day on a staging fleet.
 
 An agent has faults only if it was started with a plan. No message on the bus brings any, so no key can hurt a fleet
-that was started without one. Each fault is in the agent's journal before it happens.
+that was started without one. Each fault is in the agent's journal before it happens. The agent of a training rank lives
+in the process that trains: that process is what is killed or stopped.
 """
 
 import asyncio

@@ -83,6 +83,6 @@ def test_the_verdict_names_what_happened_and_what_did_not() -> None:
     assert "dies (kill_agent) on 1.0: out of service for 8 s; whole again after 10 s" in lines[0]
     assert lines[1:] == [
         "never: never happened, as far as the log has it",
-        "time to repair: median 10 s, longest 10 s; replicas were out of service for 8 s in all",
+        "time to repair: median 10 s, longest 10 s; out of service for 8 s in all",
         "1 fault: all promises held",
     ]
