@@ -250,10 +250,10 @@ def _when(fault: PlannedFault) -> str:
     later = f"{fault.after_s:g} s after " if fault.after_s else "at "
     sync = f" of the sync to v{fault.version}" if fault.version is not None else " of a sync"
     if fault.call is not None or fault.what in OF_CALLS:
-        call = f"the call {fault.call}" if fault.call is not None else "a call into the engine"
-        if fault.phase is not None:
-            return f"{later}{call} in the {fault.phase}{sync}"
-        return f"{later}{call}{' in the sync to v' + str(fault.version) if fault.version is not None else ''}"
+        any_call = "a call into the " + ("engine" if fault.role == ROLLOUT else "profiler")
+        call = f"the call {fault.call}" if fault.call is not None else any_call
+        version = f" in the sync to v{fault.version}" if fault.version is not None else ""
+        return f"{later}{call} in the {fault.phase}{sync}" if fault.phase is not None else f"{later}{call}{version}"
     if fault.phase is None and fault.version is None:
         return f"{later}joining the run"
     return f"{later}the {fault.phase or 'prepare'}{sync}"

@@ -137,12 +137,10 @@ def _watched(log: Path, ended: threading.Event) -> Iterator[LogEntry]:
 
 def _due(kills: Sequence[PlannedFault], entry: LogEntry) -> Iterator[PlannedFault]:
     """Yield the faults of the trainer that are due when this was published."""
-    effects = entry.typed_effects() if kills and not entry.agent else ()
-    for effect in effects:
+    for effect in entry.typed_effects() if kills and not entry.agent else ():
         command = decode_command(effect.envelope.body) if isinstance(effect, Publish) else None
-        if isinstance(command, WeightSync | AdapterSync) and isinstance(effect, Publish):
-            occasion = occasion_of(effect.seq, command)
-            yield from [fault for fault in kills if is_due(fault, occasion)]
+        if isinstance(command, WeightSync | AdapterSync):
+            yield from [fault for fault in kills if is_due(fault, occasion_of(entry.position, command))]
 
 
 class _Trainer:

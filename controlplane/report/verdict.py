@@ -25,7 +25,8 @@ def verdict(plan: FaultPlan, report: RunReport) -> tuple[list[str], bool]:
         )
     lines += [str(violation) for violation in report.broken]
     good = not report.broken and not report.damage and not report.out_now and not report.gone_now
-    end = "all promises held" if not report.broken else f"{len(report.broken)} promises broke"
+    broke = len(report.broken)
+    end = f"{broke} promise{'' if broke == 1 else 's'} broke" if broke else "all promises held"
     whole = "" if good or report.broken else "; the fleet was not whole at the end: " + report.verdict
     count = len(report.faults)
     lines.append(f"{count:,} fault{'' if count == 1 else 's'}: {end}{whole}")

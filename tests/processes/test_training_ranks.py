@@ -32,24 +32,11 @@ pytestmark = pytest.mark.xdist_group("training ranks")
 QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=100, agent_timeout_ms=500, retransmit_ms=200)
 NAMES = ("stops", "loses", "dies")
 FAULTS = """
-[[fault]]
-name = "stops"
-what = "stop_agent"
-role = "actor"
-replicas = [2]
-seconds = 2.0
-
-[[fault]]
-name = "loses"
-what = "lose_answer"
-role = "actor"
-call = "start_profile"
-
-[[fault]]
-name = "dies"
-what = "kill_agent"
-role = "actor"
-call = "stop_profile"
+fault = [
+  {name = "stops", what = "stop_agent", role = "actor", replicas = [2], seconds = 2.0},
+  {name = "loses", what = "lose_answer", role = "actor", call = "start_profile"},
+  {name = "dies", what = "kill_agent", role = "actor", call = "stop_profile"},
+]
 """
 PROGRAM = Path(__file__).with_name("training_rank.py")
 

@@ -157,4 +157,4 @@ def test_a_plan_is_explained_in_plain_sentences() -> None:
         "at most 2 times for each agent"
     )
     assert killed == "c: kill_agent, on every replica, at joining the run, once for each agent"
-    assert refused == "d: refuse, on actor rank 3, at a call into the engine, once for each agent"
+    assert refused == "d: refuse, on actor rank 3, at a call into the profiler, once for each agent"
