@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from controlplane.record.log import RunLog
@@ -55,9 +54,7 @@ class StagingFleet:
             keeper.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._leaving.set()
         for agent in tuple(self._agents.values()):
             agent.kill()  # some may be stopped

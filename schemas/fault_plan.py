@@ -1,11 +1,12 @@
-"""The faults of a game day: what goes wrong, where and when. No I/O: what is drawn, is drawn from the seed.
+"""The faults of a game day: what goes wrong, where and when. What is drawn, is drawn from the seed.
 
-A plan is a TOML file that every agent of a staging fleet reads (`rolloutctl agent --faults`). Each agent works out by
-itself which faults are its own and when they are due, from the plan's seed, its place and what it sees of the run, so
-that the same plan on the same run does the same.
+A plan is a TOML file that every agent and training rank of a staging fleet reads. Each works out by itself which faults
+are its own and when they are due, from the plan's seed, its place and what it sees of the run, so that the same plan on
+the same run does the same.
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from random import Random
 from typing import Annotated, Final, Literal, NamedTuple, get_args
 
@@ -14,34 +15,22 @@ from msgspec import Meta, Struct
 from schemas.commands import AdapterSync, Command, UnknownCommand, WeightSync
 from schemas.errors import ConfigError
 from schemas.events import Call, CommandReceived, Effect, Event, Perform, SnapshotReceived
-from schemas.identity import Count, Identity, Name, NodeRank, Positive, ReplicaIndex
+from schemas.identity import ROLLOUT, Count, Identity, Name, NodeRank, Positive, ReplicaIndex, Role
 from schemas.profiler.conversion import convert_file, did_you_mean, read_toml
 
-What = Literal[
-    "kill_agent",
-    "kill_engine",
-    "kill_both",
-    "stop_agent",
-    "stop_engine",
-    "cut",
-    "hold",
-    "slow",
-    "lose_answer",
-    "refuse",
-    "label",
-    "fill_disk",
-    "jump_clock",
-    "kill_trainer",
-]
+OfAgent = Literal["kill_agent", "stop_agent", "cut", "hold", "fill_disk", "jump_clock"]
+OfServer = Literal["kill_engine", "kill_both", "stop_engine"]
+OfCall = Literal["slow", "lose_answer", "refuse"]
+What = Literal[OfAgent, OfServer, OfCall, "label", "kill_trainer"]
 Phase = Literal["prepare", "load", "commit", "abort"]
 Seconds = Annotated[float, Meta(ge=0, le=86_400, description="a number of seconds, at most a day")]
 Share = Annotated[float, Meta(gt=0, le=1, description="a number above 0, at most 1")]
 
 MEANINGS: Final[dict[What, str]] = {
-    "kill_agent": "kill -9 of the agent; whatever restarts agents has to bring it back",
+    "kill_agent": "kill -9 of the agent, or of the process that trains; whatever restarts it has to bring it back",
     "kill_engine": "kill -9 of the engine's server and all that it started",
     "kill_both": "kill -9 of the engine's server and of the agent",
-    "stop_agent": "stop the agent (SIGSTOP) for `seconds`; its engine runs on",
+    "stop_agent": "stop the agent, or the process that trains (SIGSTOP), for `seconds`; an engine runs on",
     "stop_engine": "stop the engine's server (SIGSTOP) for `seconds`",
     "cut": "cut the agent's connections to the bus for `seconds`",
     "hold": "hold back all that these connections carry for `seconds`, then deliver it: late heartbeats and answers",
@@ -54,11 +43,10 @@ MEANINGS: Final[dict[What, str]] = {
     "kill_trainer": "kill -9 of the trainer that `rolloutctl chaos run` started; it is started again after `seconds`",
 }
 """What each fault does, as `rolloutctl chaos explain` prints it."""
-OF_CALLS: Final[frozenset[What]] = frozenset({"slow", "lose_answer", "refuse"})
-OF_SERVERS: Final[frozenset[What]] = frozenset({"kill_engine", "kill_both", "stop_engine"})
-TAKES_SECONDS: Final[frozenset[What]] = frozenset(get_args(What)) - {
-    *("kill_agent", "kill_engine", "kill_both", "lose_answer", "refuse")
-}
+OF_CALLS: Final = frozenset(get_args(OfCall))
+OF_SERVERS: Final = frozenset(get_args(OfServer))
+AT_ONCE: Final = frozenset({"kill_agent", "kill_engine", "kill_both", "lose_answer", "refuse"})
+"""Faults without a duration."""
 CALL_NAMES: Final = frozenset(str(kind.__struct_config__.tag) for kind in get_args(Call))
 
 
@@ -71,7 +59,8 @@ class PlannedFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     Attributes:
         name: In the log, the report and messages.
         what: See `MEANINGS`.
-        replicas: Where; every replica if left out.
+        role: Of which agents: those of engines, or the ranks of this training role.
+        replicas: Where; every replica if left out. Of a training role: its ranks.
         random: On so many of these replicas, which the seed picks; on all if left out.
         node: Only on this node of a replica; on node 0 if left out.
         version: During the sync to this version, of the weights or of an adapter.
@@ -86,6 +75,7 @@ class PlannedFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     name: Name
     what: What
+    role: Role = ROLLOUT
     replicas: tuple[ReplicaIndex, ...] = ()
     random: Positive | None = None
     node: NodeRank = 0
@@ -115,7 +105,7 @@ class FaultPlan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return tuple(fault for fault in self.fault if identity.replica in self._places(fault, identity))
 
     def _places(self, fault: PlannedFault, identity: Identity) -> frozenset[int]:
-        if fault.what == "kill_trainer" or fault.node != identity.node_rank:
+        if fault.what == "kill_trainer" or (fault.role, fault.node) != (identity.role, identity.node_rank):
             return frozenset()
         if fault.random is not None:
             return frozenset(self._draw(fault.name).sample(fault.replicas, fault.random))
@@ -186,28 +176,51 @@ def parse_plan(text: str, file: str = "the plan") -> FaultPlan:
     return plan
 
 
+def read_plan(file: Path) -> FaultPlan:
+    """Read a plan from its file. Raises ConfigError."""
+    try:
+        return parse_plan(file.read_text("utf-8"), str(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the fault plan {file} can't be read: {error}") from None
+
+
 def _problems(fault: PlannedFault, earlier: tuple[PlannedFault, ...]) -> Iterator[str]:
     if any(fault.name == other.name for other in earlier):
         yield "another fault has this name; the log tells them apart by it"
+    if fault.role != ROLLOUT:
+        yield from _problems_of_ranks(fault)
     if fault.call is not None and fault.call not in CALL_NAMES:
         known = ", ".join(sorted(CALL_NAMES))
         yield f"call is {fault.call!r}: allowed is one of {known}{did_you_mean(fault.call, CALL_NAMES)}"
     if fault.random is not None and fault.random > len(fault.replicas):
         yield f"random is {fault.random} and replicas names {len(fault.replicas)}: name those that it picks from"
-    if (fault.seconds > 0) != (fault.what in TAKES_SECONDS):
-        takes = "say for how many seconds" if fault.what in TAKES_SECONDS else "it takes no seconds"
+    if (fault.seconds > 0) == (fault.what in AT_ONCE):
+        takes = "it takes no seconds" if fault.what in AT_ONCE else "say for how many seconds"
         yield f"what is {fault.what!r}: {takes}"
     if fault.connection != "both" and fault.what not in ("cut", "hold"):
         yield f"connection has no effect on {fault.what!r}"
     if fault.after_s and fault.what in OF_CALLS:
         yield f"after_s has no effect on {fault.what!r}: it happens in a call"
     if fault.what == "kill_trainer":
-        if fault.replicas or fault.random or fault.call or fault.node:
-            yield "the trainer has no replicas and makes no calls: a version, a phase and after_s say when"
-        if fault.version is None and fault.phase is None:
-            yield "say a version or a phase: the trainer joins nothing"
-        if (fault.rate, fault.times) != (1, 1):
-            yield "the trainer is killed once: it has no rate and no times"
+        yield from _problems_of_trainers(fault)
+
+
+def _problems_of_ranks(fault: PlannedFault) -> Iterator[str]:
+    if fault.what in OF_SERVERS or fault.what == "label":
+        yield f"what is {fault.what!r}: a training rank has no engine"
+    if fault.node:
+        yield f"node is {fault.node}: a training rank has one node"
+    if fault.call is not None and not fault.call.endswith("_profile"):
+        yield f"call is {fault.call!r}: training ranks are asked for profiles alone (start_profile, stop_profile …)"
+
+
+def _problems_of_trainers(fault: PlannedFault) -> Iterator[str]:
+    if fault.role != ROLLOUT or fault.replicas or fault.random or fault.call or fault.node:
+        yield "the trainer has no replicas and makes no calls: a version, a phase and after_s say when"
+    if fault.version is None and fault.phase is None:
+        yield "say a version or a phase: the trainer joins nothing"
+    if (fault.rate, fault.times) != (1, 1):
+        yield "the trainer is killed once: it has no rate and no times"
 
 
 # --- for people -------------------------------------------------------------------------------------------------------
@@ -219,27 +232,28 @@ def described(plan: FaultPlan, fault: PlannedFault) -> str:
         where = ""
     elif fault.random is not None:
         picked = sorted(plan._draw(fault.name).sample(fault.replicas, fault.random))
-        where = f", on {_listed(picked)} (of {_listed(fault.replicas)})"
+        where = f", on {_listed(fault, picked)} (of {_listed(fault, fault.replicas)})"
     else:
-        where = f", on {_listed(fault.replicas)}" if fault.replicas else ", on every replica"
+        where = f", on {_listed(fault, fault.replicas)}"
     node = f", node {fault.node}" if fault.node else ""
     lasts = f" ({fault.seconds:g} s)" if fault.seconds else ""
     over = f", {fault.connection} only" if fault.connection != "both" else ""
     return f"{fault.name}: {fault.what}{lasts}{over}{where}{node}, {_when(fault)}{_often(fault)}"
 
 
-def _listed(replicas: tuple[int, ...] | list[int]) -> str:
-    return f"replica{'' if len(replicas) == 1 else 's'} {', '.join(map(str, replicas))}"
+def _listed(fault: PlannedFault, places: Sequence[int]) -> str:
+    unit = "replica" if fault.role == ROLLOUT else f"{fault.role} rank"
+    return f"{unit}{'' if len(places) == 1 else 's'} {', '.join(map(str, places))}" if places else f"every {unit}"
 
 
 def _when(fault: PlannedFault) -> str:
     later = f"{fault.after_s:g} s after " if fault.after_s else "at "
     sync = f" of the sync to v{fault.version}" if fault.version is not None else " of a sync"
     if fault.call is not None or fault.what in OF_CALLS:
-        call = f"the call {fault.call}" if fault.call is not None else "a call into the engine"
-        if fault.phase is not None:
-            return f"{later}{call} in the {fault.phase}{sync}"
-        return f"{later}{call}{' in the sync to v' + str(fault.version) if fault.version is not None else ''}"
+        any_call = "a call into the " + ("engine" if fault.role == ROLLOUT else "profiler")
+        call = f"the call {fault.call}" if fault.call is not None else any_call
+        version = f" in the sync to v{fault.version}" if fault.version is not None else ""
+        return f"{later}{call} in the {fault.phase}{sync}" if fault.phase is not None else f"{later}{call}{version}"
     if fault.phase is None and fault.version is None:
         return f"{later}joining the run"
     return f"{later}the {fault.phase or 'prepare'}{sync}"

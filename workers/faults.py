@@ -1,7 +1,8 @@
 """Injects the faults of a plan into one agent, its engine and its connections: a game day on a staging fleet.
 
 An agent has faults only if it was started with a plan. No message on the bus brings any, so no key can hurt a fleet
-that was started without one. Each fault is in the agent's journal before it happens.
+that was started without one. Each fault is in the agent's journal before it happens. The agent of a training rank lives
+in the process that trains: that process is what is killed or stopped.
 """
 
 import asyncio
@@ -168,11 +169,10 @@ class FaultInjector:
     def _signal_server(self, number: int) -> bool:
         """Signal the server's session, and return whether there is one."""
         pid = self._server_pid() if self._server_pid is not None else None
-        if pid is None:
-            return False
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, number)  # which it leads
-            return True
+            if pid is not None:
+                os.killpg(pid, number)  # which it leads
+                return True
         return False
 
     def seen(self, observation: Observation) -> Observation:

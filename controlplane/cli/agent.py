@@ -17,6 +17,7 @@ from controlplane.cli.command_line import BUS_HELP, FILE, FOLDER, PATH, Command,
 from schemas.commands import ProfilePlan
 from schemas.config import TIMEOUT_MAX_S, AgentConfig, milliseconds
 from schemas.errors import ConfigError, IdentityTaken
+from schemas.fault_plan import read_plan
 from schemas.identity import GPUS_PER_NODE_MAX, NODES_MAX, REPLICAS_MAX, Identity, RolloutMode
 from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig, read_config
@@ -27,14 +28,12 @@ from schemas.transport.sockets import stays_here
 from workers.agent import Agent
 from workers.engine import Engine, EngineView
 from workers.engines.factory import EngineOptions, make_engine, make_observer
+from workers.faults import FaultInjector
 from workers.stacks import StackDumps
 from workers.state_folder import state_folder
 from workers.traces.node import NodeTraces
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from workers.faults import FaultInjector
     from workers.router import RouterRegistration
     from workers.server.launch import LaunchedEngine
 
@@ -250,7 +249,7 @@ def agent(
         stacks=stacks,
         config=config,
         keys=keys,
-        faults=_faults(faults, identity, server_pid),
+        faults=FaultInjector(read_plan(faults), identity, server_pid) if faults is not None else None,
         endpoint=_endpoint(options, bus),
     )
     ends = (signal.SIGTERM,) if drain is None else ()
@@ -409,17 +408,6 @@ def _require_observing(context: click.Context) -> None:
             named = option.opts[0] if isinstance(option, click.Option) else "a server's command"
             named = str(option.envvar) if given is ParameterSource.ENVIRONMENT else named
             raise ConfigError(f"--observe does not go with {named}: an observing agent changes nothing.")
-
-
-def _faults(
-    plan: Path | None, identity: Identity, server_pid: "Callable[[], int | None] | None"
-) -> "FaultInjector | None":
-    if plan is None:
-        return None
-    from schemas.fault_plan import parse_plan
-    from workers.faults import FaultInjector
-
-    return FaultInjector(parse_plan(plan.read_text("utf-8"), str(plan)), identity, server_pid)
 
 
 def _launched(

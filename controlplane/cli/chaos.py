@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 import click
@@ -22,7 +21,7 @@ from controlplane.report.verdict import verdict
 from schemas.commands import AdapterSync, WeightSync
 from schemas.config import TIMEOUT_MAX_S
 from schemas.errors import ConfigError, LogError
-from schemas.fault_plan import MEANINGS, PlannedFault, described, is_due, occasion_of, parse_plan
+from schemas.fault_plan import MEANINGS, PlannedFault, described, is_due, occasion_of, read_plan
 from schemas.formatting import json_text, one_line
 from schemas.logs import logger_of
 from schemas.wire import decode_command
@@ -52,7 +51,7 @@ def chaos() -> None:
 @_plan
 def explain(plan: Path) -> None:
     """Print when each fault of PLAN happens, where, and how often; then what each kind of fault does."""
-    read = parse_plan(plan.read_text("utf-8"), str(plan))
+    read = read_plan(plan)
     for fault in read.fault:
         click.echo(one_line(described(read, fault)))
     for what in dict.fromkeys(fault.what for fault in read.fault):
@@ -78,7 +77,7 @@ def run(plan: Path, log: Path, for_s: float | None, as_json: bool, command: Sequ
       rolloutctl chaos run plan.toml --log run.db
       rolloutctl chaos run plan.toml --log run.db -- python trainer.py
     """
-    read = parse_plan(plan.read_text("utf-8"), str(plan))
+    read = read_plan(plan)
     ended, kills = threading.Event(), [fault for fault in read.fault if fault.what == "kill_trainer"]
     if kills and not command:
         text = f"rolloutctl: {plan} kills the trainer, which is not done here: its command is not given after `--`."
@@ -123,34 +122,25 @@ def _watched(log: Path, ended: threading.Event) -> Iterator[LogEntry]:
             raise _Over
 
     looks = 0
-    try:
-        while not _is_a_log(log):
-            looks += log.exists()
-            if looks > LOOKS_MAX:
-                RunLog.header(log)  # raises
+    with suppress(_Over):
+        while True:
+            try:
+                RunLog.header(log)
+                break
+            except LogError:
+                looks += log.exists()
+                if looks > LOOKS_MAX:
+                    raise
             wait()
         yield from follow(log, 1, wait)
-    except _Over:
-        return
-
-
-def _is_a_log(file: Path) -> bool:
-    """Whether a bus has written the beginning of its log."""
-    try:
-        RunLog.header(file)
-    except LogError:
-        return False
-    return True
 
 
 def _due(kills: Sequence[PlannedFault], entry: LogEntry) -> Iterator[PlannedFault]:
     """Yield the faults of the trainer that are due when this was published."""
-    effects = entry.typed_effects() if kills and not entry.agent else ()
-    for effect in effects:
+    for effect in entry.typed_effects() if kills and not entry.agent else ():
         command = decode_command(effect.envelope.body) if isinstance(effect, Publish) else None
-        if isinstance(command, WeightSync | AdapterSync) and isinstance(effect, Publish):
-            occasion = occasion_of(effect.seq, command)
-            yield from [fault for fault in kills if is_due(fault, occasion)]
+        if isinstance(command, WeightSync | AdapterSync):
+            yield from [fault for fault in kills if is_due(fault, occasion_of(entry.position, command))]
 
 
 class _Trainer:
@@ -168,9 +158,7 @@ class _Trainer:
             self._keeper.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._starting:
             self._leaving.set()
         if self._command:

@@ -69,8 +69,8 @@ def demo(out: Path | None, steps: int, seed: int, fault: Literal["kill-agent"] |
     from controlplane.cli.demo_training import Training
     from workers.profilers import TrainingRank
 
-    for variable in (KEYS_VARIABLE, KEY_FILE_VARIABLE, KEY_VARIABLE):
-        os.environ.pop(variable, None)  # the demo's bus is on loopback and has no keys
+    for variable in (KEYS_VARIABLE, KEY_FILE_VARIABLE, KEY_VARIABLE, "ROLLOUTCTL_AGENT_FAULTS"):
+        os.environ.pop(variable, None)  # the demo's bus is on loopback and has no keys, and its day is no game day
     state = out / "state"
     state.mkdir(parents=True)
     config = _profiler(profiler, steps, out / "traces")

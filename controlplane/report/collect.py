@@ -128,7 +128,7 @@ class _Collector:
             cause_of_it = explain(report.causes, quarantine.replica, quarantine.version)
             (report.unexplained if cause_of_it is None else cause_of_it.quarantines).append(quarantine)
         report.start_ns, report.end_ns, report.version = fleet.start_ns, fleet.now_ns, fleet.version
-        report.faults = self._game_day.faults(fleet.current_replicas, fleet.clocks, fleet.now_ns)
+        report.faults = self._game_day.faults(fleet.current_units, fleet.clocks, fleet.now_ns)
         report.agents, report.quarantines, report.replicas = fleet.agents(), fleet.quarantines, fleet.replicas()
         report.stopped = stopped_replicas(fleet.state)
         report.calls = self._engines.calls

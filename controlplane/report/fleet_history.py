@@ -18,7 +18,7 @@ from schemas.agent_status import Clock
 from schemas.desired import Desired
 from schemas.events import Observation
 from schemas.formatting import agent_order
-from schemas.identity import agent_of
+from schemas.identity import agent_of, replica_and_node
 from schemas.outcomes import Conclusion, Failed, Missing
 from schemas.reports import AgentLine, SyncReport
 
@@ -85,6 +85,8 @@ class Quarantine(Struct, kw_only=True):
 class ReplicaHistory(Struct, kw_only=True):
     """One replica over the run. Its conditions are `out` of service, `gone`, `behind` the fleet, and `paused`.
 
+    That of a training rank has but the condition `gone`.
+
     Attributes:
         latest: The last version that its engine is known to have held.
         since_ns: Conditions that hold now.
@@ -126,6 +128,7 @@ class FleetHistory:
         self._out: dict[int, Quarantine] = {}
         self._agents = {name: AgentHistory(agent=name, member=member) for name, member in self.state.members.items()}
         self._replicas: dict[int, ReplicaHistory] = {}
+        self._ranks: dict[int | str, ReplicaHistory] = {}
 
     def follow(self, event: events.CoordinatorEvent, at_ns: int) -> AgentHistory | None:
         """Note an event. A wall clock that was set back counts as standing still. Returns an agent that was lost."""
@@ -184,9 +187,9 @@ class FleetHistory:
         return {name: status.clock for name, status in statuses.items() if status is not None and status.clock}
 
     @property
-    def current_replicas(self) -> Mapping[int, ReplicaHistory]:
-        """Every replica as of now: what holds is still open."""
-        return self._replicas
+    def current_units(self) -> Mapping[int | str, ReplicaHistory]:
+        """Every replica, and every training rank that was ever gone, as of now: what holds is still open."""
+        return dict((*self._ranks.items(), *self._replicas.items()))
 
     def replicas(self) -> dict[int, ReplicaHistory]:
         """Return every replica in order, up to the end of the log."""
@@ -212,6 +215,8 @@ class FleetHistory:
         agent.lives += joins
         if is_primary(member):
             self._look_at_replica(member, joins)
+        elif (member.state == "gone" or name in self._ranks) and replica_and_node(name) is None:
+            self._ranks.setdefault(name, ReplicaHistory()).set("gone", member.state == "gone", self.now_ns)
         if not (ended and isinstance(event, events.PeerLost) and member.state == "gone"):
             return None
         agent.losses.append((self.now_ns, event.reason))

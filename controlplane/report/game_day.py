@@ -1,8 +1,8 @@
 """The faults of a game day in a recorded run: what each cost, and when the fleet was whole again. Pure.
 
-A fault is followed until the next one on the same replica. Its cost is the time for which that replica was out of
-service, gone, or behind the fleet, and the syncs that did not reach it meanwhile. Times are of the bus's wall clock, as
-the newest heartbeat of each agent converts them.
+A fault is followed until the next one on the same replica or training rank. Its cost is the time for which that was out
+of service, gone, or behind the fleet, and the syncs that did not reach it meanwhile. Times are of the bus's wall clock,
+as the newest heartbeat of each agent converts them.
 """
 
 from collections.abc import Mapping
@@ -67,12 +67,12 @@ class GameDay:
             self._syncs.append((now_ns, report))
 
     def faults(
-        self, replicas: Mapping[int, ReplicaHistory], clocks: Mapping[str, Clock], now_ns: int
+        self, units: Mapping[int | str, ReplicaHistory], clocks: Mapping[str, Clock], now_ns: int
     ) -> list[InjectedFault]:
         """Return the faults in order, with what they cost up to the end of the log.
 
         Args:
-            replicas: Each replica over the run, with the conditions that hold at the end still open.
+            units: Each replica and training rank over the run, with the conditions that hold at the end still open.
             clocks: Of the agents, as far as they are known.
             now_ns: The end of the log.
         """
@@ -80,29 +80,28 @@ class GameDay:
             if fault.agent in clocks:
                 fault.at_ns = clocks[fault.agent].bus_ns(fault.at_ms)
         ordered = sorted(self._faults, key=lambda fault: fault.at_ns)
-        next_ns: dict[int, int] = {}  # by replica: its next fault
+        next_ns: dict[int | str, int] = {}  # by replica or rank: its next fault
         for fault in reversed(ordered):
-            replica = identity_of(fault.agent).replica
-            history = replicas.get(replica, ReplicaHistory())
-            self._cost(fault, replica, history, next_ns.get(replica, now_ns + CLOCKS_NS))
-            next_ns[replica] = fault.at_ns
+            unit = identity_of(fault.agent).unit
+            self._cost(fault, unit, units.get(unit, ReplicaHistory()), next_ns.get(unit, now_ns + CLOCKS_NS))
+            next_ns[unit] = fault.at_ns
         return ordered
 
-    def _cost(self, fault: InjectedFault, replica: int, history: ReplicaHistory, until_ns: int) -> None:
+    def _cost(self, fault: InjectedFault, unit: int | str, history: ReplicaHistory, until_ns: int) -> None:
         window = range(fault.at_ns - CLOCKS_NS, until_ns)
         spans = [(begin, end) for _, begin, end in history.spans if begin in window]
         lasting = [begin for name, begin in history.since_ns.items() if name != "paused" and begin in window]
         missed = [
             (end, report)
             for end, report in self._syncs
-            if end in window and replica in (*report.quarantined, *report.unproven)
+            if end in window and unit in (*report.quarantined, *report.unproven)
         ]
         fault.syncs = [report.headline for _, report in missed[:SYNCS_NAMED]]
         fault.syncs_count = len(missed)
         fault.out_ns = _covered_ns([*spans, *((begin, until_ns) for begin in lasting)])
         ends = [fault.at_ns, *(end for _, end in spans)]
         if missed:
-            reached = [end for end, report in self._syncs if end > missed[-1][0] and replica in report.loaded]
+            reached = [end for end, report in self._syncs if end > missed[-1][0] and unit in report.loaded]
             ends = [*ends, reached[0]] if reached else []
         fault.whole_ns = max(ends) if ends and not lasting else None
 

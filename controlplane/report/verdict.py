@@ -21,11 +21,12 @@ def verdict(plan: FaultPlan, report: RunReport) -> tuple[list[str], bool]:
     if repaired:
         lines.append(
             f"time to repair: median {_span(repaired[len(repaired) // 2])}, longest {_span(repaired[-1])}; "
-            f"replicas were out of service for {format_duration(out_ms)} in all"
+            f"out of service for {format_duration(out_ms)} in all"
         )
     lines += [str(violation) for violation in report.broken]
     good = not report.broken and not report.damage and not report.out_now and not report.gone_now
-    end = "all promises held" if not report.broken else f"{len(report.broken)} promises broke"
+    broke = len(report.broken)
+    end = f"{broke} promise{'' if broke == 1 else 's'} broke" if broke else "all promises held"
     whole = "" if good or report.broken else "; the fleet was not whole at the end: " + report.verdict
     count = len(report.faults)
     lines.append(f"{count:,} fault{'' if count == 1 else 's'}: {end}{whole}")
@@ -33,7 +34,7 @@ def verdict(plan: FaultPlan, report: RunReport) -> tuple[list[str], bool]:
 
 
 def _line(fault: InjectedFault) -> str:
-    parts = [f"out of service for {_span(fault.out_ns)}" if fault.out_ns else "its replica was never out of service"]
+    parts = [f"out of service for {_span(fault.out_ns)}" if fault.out_ns else "never out of service"]
     parts += [f"whole again after {_span(fault.repaired_ns)}" if fault.repaired_ns is not None else "not whole again"]
     parts += fault.syncs
     more = fault.syncs_count - len(fault.syncs)

@@ -12,11 +12,13 @@ from controlplane.bus.key_folder import KeyFolder
 from controlplane.record.log import RunLog
 from schemas.commands import EngineCommand
 from schemas.config import AgentConfig, BusConfig
+from schemas.fault_plan import parse_plan
 from schemas.identity import Identity
 from schemas.transport.handshakes import DialledSocket
 from schemas.transport.keys import KeyPair, KeySource, PeerKeys
 from tests.unit.small_bus import Engine
 from workers.agent import Agent
+from workers.faults import FaultInjector
 
 ANYWHERE = "tcp://0.0.0.0:0"
 HERE = "tcp://127.0.0.1:0"
@@ -55,7 +57,7 @@ async def first(dealer: DialledSocket) -> str:
 
 @asynccontextmanager
 async def agent_of(
-    bus: str, keys: PeerKeys | Path | None, state: Path, replica: int = 0, engine: Engine | None = None
+    bus: str, keys: PeerKeys | Path | None, state: Path, replica: int = 0, engine: Engine | None = None, plan: str = ""
 ) -> AsyncIterator[tuple[Agent, list[BaseException]]]:
     """An agent at work, and the errors that ended it."""
     ended: list[BaseException] = []
@@ -66,9 +68,11 @@ async def agent_of(
         except Exception as error:
             ended.append(error)
 
-    identity = Identity(replica=replica, node_rank=0)
+    identity, engine = Identity(replica=replica, node_rank=0), engine or Engine()
+    options: dict[str, Any] = {"state_dir": state, "config": HASTY, "keys": keys}
+    faults = FaultInjector(parse_plan(plan), identity) if plan else None
     async with (
-        Agent(bus=bus, identity=identity, engine=engine or Engine(), state_dir=state, config=HASTY, keys=keys) as agent,
+        Agent(bus=bus, identity=identity, engine=engine, faults=faults, **options) as agent,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(run, agent)

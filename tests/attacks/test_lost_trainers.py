@@ -12,7 +12,6 @@ from controlplane.bus.bus import Bus
 from controlplane.machine.replicas import all_serve, proven_replicas
 from controlplane.record.log import RunLog
 from schemas.config import BusConfig
-from schemas.events import Call, Load, Returned
 from tests.attacks.keyed_bus import agent_of
 from tests.running import started
 from tests.unit.small_bus import Engine
@@ -71,28 +70,20 @@ async def test_weights_of_the_first_sync_are_served_when_its_trainer_was_killed(
             assert proven_replicas(bus.state).serving == {0: 1} and engine.generating
 
 
-class OutOfMemory(Engine):
-    """Can't load version 2."""
-
-    async def perform(self, call: Call, timeout_s: float) -> Returned:
-        if isinstance(call, Load) and call.version == 2:
-            raise RuntimeError("no memory")
-        return await super().perform(call, timeout_s)
-
-
 @pytest.mark.one_loop
 @pytest.mark.parametrize("loss", ["lease", "next trainer"])
 async def test_a_replica_that_a_sync_left_out_serves_again_when_its_trainer_was_killed(
     tmp_path: Path, loss: str
 ) -> None:
-    engines, log = [Engine(), Engine(), OutOfMemory()], tmp_path / "run.db"
+    engines, log = [Engine(), Engine(), Engine()], tmp_path / "run.db"
+    refused = "fault = [{name = 'no memory', what = 'refuse', call = 'load', version = 2, replicas = [2]}]"
     with started("-c", TRAINER, log, "3", "2") as trainer:
         assert trainer.stdout is not None
         address = (await to_thread.run_sync(trainer.stdout.readline)).strip()
         async with AsyncExitStack() as stack:
             for replica, engine in enumerate(engines):
                 state = tmp_path / f"state-{replica}"
-                await stack.enter_async_context(agent_of(address, None, state, replica, engine))
+                await stack.enter_async_context(agent_of(address, None, state, replica, engine, refused))
             assert await to_thread.run_sync(trainer.stdout.readline) == "loaded\n"
             assert [engine.version for engine in engines] == [2, 2, 1]
             trainer.send_signal(signal.SIGKILL)

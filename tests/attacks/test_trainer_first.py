@@ -8,7 +8,6 @@ import ctypes
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from schemas.errors import BusError, BusFaulted
 from schemas.storage.record_file import RecordFile
 from schemas.transport.exposition import serve_metrics
 from schemas.transport.sockets import Context
+from tests.engines.servers import AgentProcess
 from tests.running import started
 from tests.trainers.gateway_fleet import on_a_thread
 from tests.unit.test_plane import checkpoint
@@ -43,16 +43,12 @@ TIMEOUT_S = 1.0
 GRANULARITY_S = CONFIG.lease_ms / 1000 + WATCH_S
 """By when a caller hears of a fault that lasts: after a lease nothing relies on the bus any more."""
 
-AGENT = """
-import sys
-from pathlib import Path
-import anyio, zmq
-from tests.unit.small_bus import Engine, PRIMARY, running
-async def main():
-    async with running(sys.argv[1], zmq.Context.instance(), Engine(), Path(sys.argv[2]), PRIMARY):
-        await anyio.sleep_forever()
-anyio.run(main)
-"""
+PLANNED = {
+    "nothing": "",
+    "a_killed_agent": "fault = [{name = 'it', call = 'flush', what = 'kill_agent'}]",
+    "an_agent_that_is_stopped": "fault = [{name = 'it', call = 'flush', what = 'stop_agent', seconds = 600}]",
+}
+"""What goes wrong in the agent itself, in the first flush."""
 TOPICS = """
 import random, sys, threading
 from tests.attacks.raw_peer import connected, frame
@@ -79,25 +75,13 @@ class Run(NamedTuple):
     """What a fault may strike."""
 
     plane: ControlPlane
-    agent: subprocess.Popen[str]
     folder: Path
     monkeypatch: pytest.MonkeyPatch
 
 
 @contextlib.contextmanager
-def nothing(_: Run) -> Iterator[None]:
-    yield
-
-
-@contextlib.contextmanager
-def a_killed_agent(run: Run) -> Iterator[None]:
-    run.agent.kill()
-    yield
-
-
-@contextlib.contextmanager
-def an_agent_that_is_stopped(run: Run) -> Iterator[None]:
-    run.agent.send_signal(signal.SIGSTOP)
+def planned(run: Run) -> Iterator[None]:
+    run.plane.flush(timeout=TIMEOUT_S).wait()
     yield
 
 
@@ -243,8 +227,9 @@ def a_forked_child_that_lives_on(run: Run) -> Iterator[None]:
     os.waitpid(child, 0)
 
 
-FAULTS: list[Callable[[Run], contextlib.AbstractContextManager[None]]] = [
-    *(nothing, a_killed_agent, an_agent_that_is_stopped, a_disk_that_hangs, a_full_disk),
+FAULTS: list[str | Callable[[Run], contextlib.AbstractContextManager[None]]] = [
+    *PLANNED,
+    *(a_disk_that_hangs, a_full_disk),
     *(a_stopped_program_that_has_locked_the_log, a_send_that_hangs, a_first_answer_without_a_body),
     *(more_messages_than_the_bus_reads, a_mistake_in_a_decision, an_operator_who_syncs),
     *(half_sent_requests_to_its_gateway_and_its_metrics, a_forked_child_that_lives_on),
@@ -281,16 +266,18 @@ class Held:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_no_fault_holds_a_trainer_past_its_own_time_outs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Run], Any], rounds: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str | Callable[[Run], Any], rounds: int
 ) -> None:
-    held = Held()
+    held, plan = Held(), tmp_path / "faults.toml"
+    plan.write_text(PLANNED[fault] if isinstance(fault, str) else "")
+    light = ("--engine", "tests.unit.small_bus:Engine", "--faults", str(plan))
     with (
         contextlib.suppress(BusFaulted),  # a bus that could not write says so once more when it closes
         ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=CONFIG, checkpoints=tmp_path) as plane,
-        started("-c", AGENT, plane.address, tmp_path) as agent,
+        AgentProcess(plane.address, tmp_path, "0.0", 1, *light),
     ):
         plane.wait_for_agents(1, timeout=60).wait()
-        with fault(Run(plane, agent, tmp_path, monkeypatch)):
+        with (planned if isinstance(fault, str) else fault)(Run(plane, tmp_path, monkeypatch)):
             for _ in range(rounds):
                 published = held.call("publish", lambda: plane.flush(timeout=TIMEOUT_S), GRANULARITY_S)
                 held.call("serving", plane.serving, GRANULARITY_S)
@@ -300,6 +287,5 @@ def test_no_fault_holds_a_trainer_past_its_own_time_outs(
                 held.call("wait", published.wait, TIMEOUT_S + GRANULARITY_S)
                 assert published.done
             held.call("status", plane.status, 5.0 + GRANULARITY_S)
-        agent.kill()
     calls = ", ".join(f"{name} {took * 1000:.1f} ms" for name, took in held.longest.items())
-    print(f"{fault.__name__}: {calls}")  # noqa: T201
+    print(f"{getattr(fault, '__name__', fault)}: {calls}")  # noqa: T201

@@ -16,91 +16,29 @@ from controlplane.cli.__main__ import run
 from controlplane.record.log import RunLog
 from controlplane.report.collect import collect
 from controlplane.staging import StagingFleet
-from schemas.commands import Checkpoint, Manifest
 from schemas.errors import CommandFailed, LogError
-from schemas.identity import Identity
-from tests.attacks.test_lost_trainers import OutOfMemory
 from tests.pages import blocks, module_of
-from tests.running import ROOT
-from tests.unit.small_bus import Engine
-from tests.unit.test_plane import ADDRESS, agents
+from tests.running import ROOT, typed
 from tests.waiting import wait_until
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
 
 pytestmark = pytest.mark.filterwarnings("error")
 
-MANIFEST = Manifest(tensors=1, nbytes=8, layout="0" * 64)
-NAMES = ("dies", "stops", "is cut off", "is held up", "loses", "refuses", "is slow", "is relabelled", "jumps")
+NAMES = ("dies", "stops", "is cut off", "is held", "loses", "refuses", "is slow", "is relabelled", "jumps", "is full")
 FAULTS = """
 seed = 3
-
-[[fault]]
-name = "dies"
-what = "kill_agent"
-replicas = [1]
-version = 2
-phase = "load"
-
-[[fault]]
-name = "stops"
-what = "stop_agent"
-seconds = 1.0
-replicas = [0]
-version = 3
-
-[[fault]]
-name = "is cut off"
-what = "cut"
-seconds = 1.0
-replicas = [1]
-version = 4
-phase = "load"
-
-[[fault]]
-name = "is held up"
-what = "hold"
-connection = "control"
-seconds = 0.5
-replicas = [0]
-version = 5
-phase = "load"
-
-[[fault]]
-name = "loses"
-what = "lose_answer"
-call = "load"
-replicas = [0]
-version = 6
-
-[[fault]]
-name = "refuses"
-what = "refuse"
-call = "pause"
-replicas = [1]
-version = 7
-
-[[fault]]
-name = "is slow"
-what = "slow"
-call = "resume"
-seconds = 0.3
-replicas = [0]
-version = 8
-
-[[fault]]
-name = "is relabelled"
-what = "label"
-seconds = 4.0
-replicas = [0]
-version = 9
-phase = "commit"
-
-[[fault]]
-name = "jumps"
-what = "jump_clock"
-seconds = 3600.0
-replicas = [1]
-version = 10
+fault = [
+  {name = "dies", what = "kill_agent", replicas = [1], version = 2, phase = "load"},
+  {name = "stops", what = "stop_agent", seconds = 1.0, replicas = [0], version = 3},
+  {name = "is cut off", what = "cut", seconds = 1.0, replicas = [1], version = 4, phase = "load"},
+  {name = "is held", what = "hold", connection = "control", seconds = 0.5, replicas = [0], version = 5, phase = "load"},
+  {name = "loses", what = "lose_answer", call = "load", replicas = [0], version = 6},
+  {name = "refuses", what = "refuse", call = "pause", replicas = [1], version = 7},
+  {name = "is slow", what = "slow", call = "resume", seconds = 0.3, replicas = [0], version = 8},
+  {name = "is relabelled", what = "label", seconds = 4.0, replicas = [0], version = 9, phase = "commit"},
+  {name = "jumps", what = "jump_clock", seconds = 3600.0, replicas = [1], version = 10},
+  {name = "is full", what = "fill_disk", seconds = 600.0, replicas = [0], version = 11},
+]
 """
 
 
@@ -119,33 +57,25 @@ def test_a_fleet_lives_through_a_game_day(fleet: Callable[..., StagingFleet], tm
     staging = fleet(faults=FAULTS, checkpoints=tmp_path)
     with ControlPlane(staging.bus, log=tmp_path / "run.db", run="day", checkpoints=tmp_path) as plane:
         plane.wait_for_agents(2, timeout=60).wait()
-        for number in range(1, 12):
+        for number in range(1, 13):
             sync = plane.sync_weights(None, checkpoint(tmp_path, number), timeout=30, quorum=1).wait()
             assert sync.status == "committed", sync
             if number == 9:  # the foreign label is seen after the commit, and takes the replica out of service
                 wait_until(lambda: 0 not in plane.serving())
             wait_until(serves(plane, sync.version, sync.quarantined))
-        said = "game day: 0.0, 1.0 inject faults on purpose, 9 so far"
+        said = "game day: 0.0, 1.0 inject faults on purpose, 10 so far"
         wait_until(lambda: said in str(plane.status()))  # heartbeats count them
         wait_until(lambda: all(line.status is not None and line.status.ready for line in plane.status().agents))
     verdict = staging.judge(tmp_path / "run.db")
     report = collect(RunLog.walk(tmp_path / "run.db"))
     assert sorted(fault.name for fault in report.faults) == sorted(NAMES)
     assert all(fault.repaired_ns is not None for fault in report.faults), verdict
-    assert verdict.endswith("9 faults: all promises held")
-
-
-def test_a_full_disk_ends_the_agent_and_the_next_one_goes_on(
-    fleet: Callable[..., StagingFleet], tmp_path: Path
-) -> None:
-    plan = '[[fault]]\nname = "full"\nwhat = "fill_disk"\nseconds = 600.0\nreplicas = [0]\nversion = 2\n'
-    staging = fleet(faults=plan, checkpoints=tmp_path)
-    with ControlPlane(staging.bus, log=tmp_path / "run.db", run="day", checkpoints=tmp_path) as plane:
-        plane.wait_for_agents(2, timeout=60).wait()
-        for number in (1, 2):
-            assert plane.sync_weights(None, checkpoint(tmp_path, number), timeout=30, quorum=1).wait()
-        wait_until(serves(plane, 2))
-    assert "full (fill_disk) on 0.0" in staging.judge(tmp_path / "run.db")
+    assert verdict.endswith("10 faults: all promises held")
+    shown = typed("log", "show", "--kind", "fault", tmp_path / "run.db").stdout
+    assert all(name in shown for name in NAMES)
+    assert typed("report", tmp_path / "run.db", "-o", tmp_path / "run.html").returncode == 0
+    page = (tmp_path / "run.html").read_text()
+    assert 'word-bad">These faults were injected on purpose' in page and all(name in page for name in NAMES)
 
 
 def test_chaos_run_starts_the_trainer_kills_it_and_judges(fleet: Callable[..., StagingFleet], tmp_path: Path) -> None:
@@ -192,19 +122,21 @@ def test_a_trainer_that_ignores_sigterm_is_killed_when_the_time_to_watch_is_over
     assert isinstance(done.exception, LogError), "no bus has written a log"
 
 
-def test_a_fleet_that_is_not_whole_at_the_end_is_judged_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log, places = tmp_path / "run.db", [Identity(replica=replica, node_rank=0) for replica in (0, 1)]
-    engines = dict(zip(places, (Engine(), OutOfMemory()), strict=True))
-    with ControlPlane(ADDRESS, log=log) as plane, agents(plane.address, tmp_path, engines):
+def test_a_fleet_that_is_not_whole_at_the_end_is_judged_so(
+    fleet: Callable[..., StagingFleet], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, log = tmp_path / "plan.toml", tmp_path / "run.db"
+    plan.write_text('fault = [{name = "never", what = "refuse", call = "load", times = 0, replicas = [1]}]')
+    staging = fleet(faults=plan.read_text(), checkpoints=tmp_path)
+    with ControlPlane(staging.bus, log=log, checkpoints=tmp_path) as plane:
         plane.wait_for_agents(2, timeout=60).wait()
-        for version in (1, 2):
-            report = plane.sync_weights(version, Checkpoint("w"), manifest=MANIFEST, quorum=1).wait()
-        assert report.quarantined == (1,)
+        assert plane.sync_weights(None, checkpoint(tmp_path, 1), quorum=1).wait().quarantined == (1,)
     with pytest.raises(CommandFailed, match="not whole at the end"):
-        StagingFleet(tmp_path).judge(log)
-    assert run(["chaos", "run", str(tmp_path / "faults.toml"), "--log", str(log), "--json"]) == 1
+        staging.judge(log)
+    assert run(["chaos", "run", str(plan), "--log", str(log), "--json"]) == 1
     judged = json.loads(capsys.readouterr().out)
-    assert (judged["good"], judged["faults"], judged["violations"]) == (False, [], [])
+    assert (judged["good"], judged["violations"]) == (False, [])
+    assert {(fault["name"], fault["agent"]) for fault in judged["faults"]} == {("never", "1.0")}
     assert "not whole at the end" in judged["verdict"][-1]
 
 

@@ -1,5 +1,6 @@
 """Training ranks and a rollout engine on one bus, as processes: profiled at the same step, each in its own way."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,12 +11,16 @@ from typing import Any, Literal, Self
 import pytest
 
 from controlplane import ControlPlane
+from controlplane.record.log import RunLog
+from controlplane.report.collect import collect
+from controlplane.report.verdict import verdict
 from schemas.commands import Checkpoint, Finish, ProfileCommand, ProfilePlan, Schedule
 from schemas.config import AgentConfig, BusConfig
+from schemas.fault_plan import read_plan
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from schemas.profiler.config import ProfilerConfig
 from schemas.reports import Report
-from tests.running import python
+from tests.running import environment, python
 from tests.unit.rank_sessions import operators, read, stages
 from tests.waiting import wait_until
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
@@ -25,19 +30,27 @@ from workers.profilers import TrainingRank
 pytestmark = pytest.mark.xdist_group("training ranks")
 
 QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=100, agent_timeout_ms=500, retransmit_ms=200)
+NAMES = ("stops", "loses", "dies")
+FAULTS = """
+fault = [
+  {name = "stops", what = "stop_agent", role = "actor", replicas = [2], seconds = 2.0},
+  {name = "loses", what = "lose_answer", role = "actor", call = "start_profile"},
+  {name = "dies", what = "kill_agent", role = "actor", call = "stop_profile"},
+]
+"""
 PROGRAM = Path(__file__).with_name("training_rank.py")
-ROOT = Path(__file__).parents[2]
 
 
 class Rank:
     """One rank as a process, driven step by step."""
 
-    def __init__(self, bus: str, folder: Path, number: int, world: int = 2) -> None:
+    def __init__(self, bus: str, folder: Path, number: int, world: int = 2, faults: Path | str = "") -> None:
         words = [sys.executable, str(PROGRAM), bus, str(number), str(world), str(folder)]
         self._log = (folder / f"actor.{number}.log").open("ab")
         pipe = subprocess.PIPE
+        plan = {"ROLLOUTCTL_AGENT_FAULTS": str(faults)}
         self.process = subprocess.Popen(
-            words, stdin=pipe, stdout=pipe, stderr=self._log, text=True, bufsize=1, env={"PYTHONPATH": str(ROOT)}
+            words, stdin=pipe, stdout=pipe, stderr=self._log, text=True, bufsize=1, env=environment(plan)
         )
 
     def __enter__(self) -> Self:
@@ -178,18 +191,29 @@ def test_a_plan_that_cannot_be_honoured_is_reported_before_the_first_step(fleet:
     assert "torch_npu is not installed" in outcome.message
 
 
-def test_a_rank_that_dies_is_missing_and_the_step_goes_on(fleet: Fleet) -> None:
-    with Rank(fleet.plane.address, fleet.folder, 2, world=3) as third:
+def test_a_rank_that_stops_loses_an_answer_and_dies_by_plan_is_missing_and_the_step_goes_on(fleet: Fleet) -> None:
+    plan = fleet.folder / "faults.toml"
+    plan.write_text(FAULTS)
+    with Rank(fleet.plane.address, fleet.folder, 2, world=3, faults=plan) as third:
         assert third.heard() == "up"
+        wait_until(lambda: "game day: actor.2 inject faults on purpose, 1 so far" in str(fleet.plane.status()))
         fleet.plane.wait_for_agents(4, timeout=60).wait()
         with fleet.plane.step(7):
             fleet.step(7)
-            third.process.kill()
-    stopped = fleet.plane.profile_reports[-1]
-    assert (sorted(stopped.acted), stopped.missing) == (["0.0", "actor.0", "actor.1"], ("actor.2",))
+        assert third.process.wait(60) == -signal.SIGKILL
+    *_, started, stopped = fleet.plane.profile_reports
+    assert started.failed == stopped.missing == ("actor.2",)
+    assert sorted(stopped.acted) == ["0.0", "actor.0", "actor.1"]
     assert len([path for path in fleet.traces(stopped) if "actor" in path]) == 2
-    with fleet.plane.step(8):
+    with fleet.plane.step(8), Rank(fleet.plane.address, fleet.folder, 2, world=3, faults=plan) as third:
         fleet.step(8)
+        fleet.plane.wait_for_agents(4, timeout=60).wait()
+        wait_until(lambda: "game day: actor.2 inject faults on purpose, 3 so far" in str(fleet.plane.status()))
+        third.process.communicate(timeout=60)  # its log is whole when it has said goodbye
+    report = collect(RunLog.walk(fleet.folder / "run.db"))
+    assert [(fault.name, fault.agent) for fault in report.faults] == [(name, "actor.2") for name in NAMES]
+    assert all(fault.repaired_ns is not None for fault in report.faults), verdict(read_plan(plan), report)
+    assert [fault.out_ns > 0 for fault in report.faults] == [True, False, True]
 
 
 def test_a_stop_that_times_out_in_a_long_stage_still_leads_to_a_relocated_trace(fleet: Fleet) -> None:

@@ -1,6 +1,7 @@
 """Faults that an agent injects: how often, which connection they disturb, and what is left when the agent dies."""
 
 import asyncio
+import os
 import signal
 import socket
 import struct
@@ -17,7 +18,8 @@ from schemas.events import SnapshotReceived
 from schemas.fault_plan import parse_plan
 from schemas.identity import Identity
 from schemas.listeners import Listeners
-from tests.running import ROOT
+from tests.running import ROOT, python
+from tests.source_files import imports, sources
 from tests.waiting import wait_until
 from workers.faults import FaultInjector
 from workers.machine.state import AgentState, with_fault
@@ -27,8 +29,8 @@ RESET = struct.pack("ii", 1, 0)
 """SO_LINGER of a socket whose close is a reset."""
 
 
-def injector(text: str) -> FaultInjector:
-    return FaultInjector(parse_plan(f"[[fault]]\nname='f'\n{text}"), HERE)
+def injector(text: str, server: int | None = None) -> FaultInjector:
+    return FaultInjector(parse_plan(f"[[fault]]\nname='f'\n{text}"), HERE, lambda: server)
 
 
 class AgentInPlace:
@@ -43,6 +45,13 @@ class AgentInPlace:
 
     def join(self) -> None:
         self.decisions.notify(SnapshotReceived(at_ms=0, epoch=1, seq=0, desired=Desired()), ())
+
+
+def test_only_the_start_of_an_agent_or_of_a_training_rank_brings_faults_and_no_message_does() -> None:
+    makers = {str(file.path) for file in sources("schemas", "controlplane", "workers") if "FaultInjector(" in file.text}
+    assert makers == {"controlplane/cli/agent.py", "workers/profilers/rank.py"}
+    known = [file.module for file in sources("schemas") for found in imports(file) if "fault_plan" in found.module]
+    assert known == [], "nothing that is decoded from a message knows plans"
 
 
 def test_a_fault_that_is_due_again_before_it_happened_happens_no_more_often_than_its_limit() -> None:
@@ -82,6 +91,36 @@ def test_an_engine_whose_server_is_down_is_not_killed_and_one_that_runs_is() -> 
         assert asyncio.run(joins()) == {"f": 1}
         assert server.wait(30) == -signal.SIGKILL
     assert asyncio.run(joins()) == {}
+
+
+def test_an_engine_that_is_stopped_goes_on_after_its_time() -> None:
+    async def stops(pid: int) -> None:
+        agent, faults = AgentInPlace(), injector("what='stop_engine'\nseconds=0.05", pid)
+        faults.attach(agent)  # type: ignore[arg-type]
+        agent.join()
+        _, status = await asyncio.to_thread(os.waitpid, pid, os.WCONTINUED)
+        assert os.WIFCONTINUED(status), "only what was stopped is continued"
+
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as server:
+        asyncio.run(stops(server.pid))
+        server.kill()
+
+
+KILLS = """
+import asyncio, sys
+from tests.unit.test_fault_injector import AgentInPlace, injector
+async def main():
+    agent, faults = AgentInPlace(), injector("what='kill_both'", int(sys.argv[1]))
+    faults.attach(agent)
+    agent.join()
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+def test_engine_and_agent_are_killed_together() -> None:
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as server:
+        assert python("-c", KILLS, server.pid).returncode == server.wait(30) == -signal.SIGKILL
 
 
 class Far:

@@ -75,6 +75,15 @@ def test_each_agent_finds_its_own_faults() -> None:
     assert [names(0), names(1), names(0, node=1)] == [["a"], ["a", "b"], ["c"]]
 
 
+def test_a_fault_is_of_engines_or_of_the_training_ranks_that_its_role_names() -> None:
+    plan = planned("name='e'\nwhat='kill_agent'---name='r'\nwhat='kill_agent'\nrole='actor'\nreplicas=[1]")
+    agents = [
+        Identity(replica=rank, node_rank=0, role=role) for role in ("rollout", "actor", "critic") for rank in (0, 1)
+    ]
+    assert [fault.name for agent in agents for fault in plan.of(agent)] == ["e", "e", "r"]
+    assert plan.of(agents[3]) == plan.fault[1:]
+
+
 def test_the_seed_picks_replicas_and_chances_and_the_same_seed_the_same() -> None:
     def picked(seed: int) -> list[int]:
         plan = parse_plan(f"seed={seed}\n[[fault]]\nname='a'\nwhat='kill_agent'\nreplicas=[0,1,2,3,4,5,6,7]\nrandom=3")
@@ -112,6 +121,14 @@ def test_the_seed_picks_replicas_and_chances_and_the_same_seed_the_same() -> Non
         ("name='a'\nwhat='kill_trainer'\nseconds=1\nversion=1\ntimes=0", "the trainer is killed once"),
         ("name='a'\nwhat='slow'\nseconds=1\nafter_s=2", "after_s has no effect on 'slow'"),
         ("name='a'\nwhat='refuse'\nrate=0.0", "rate is 0.0: allowed is a number above 0, at most 1"),
+        *(
+            (f"name='a'\nrole='actor'\nwhat='{what}'\nseconds=1", f"what is '{what}': a training rank has no engine")
+            for what in ("kill_engine", "kill_both", "stop_engine", "label")
+        ),
+        ("name='a'\nrole='actor'\nwhat='kill_agent'\nnode=1", "node is 1: a training rank has one node"),
+        ("name='a'\nrole='actor'\nwhat='refuse'\ncall='load'", "call is 'load': training ranks are asked for profiles"),
+        ("name='a'\nrole='actor 1'\nwhat='kill_agent'", "fault[0].role is 'actor 1'"),
+        ("name='a'\nrole='actor'\nwhat='kill_trainer'\nseconds=1\nversion=1", "the trainer has no replicas"),
         ("name=", "the plan is not TOML"),
     ],
 )
@@ -130,12 +147,14 @@ def test_a_fault_of_a_server_needs_one_that_the_agent_launches() -> None:
 def test_a_plan_is_explained_in_plain_sentences() -> None:
     plan = planned(
         "name='a'\nwhat='cut'\nseconds=3\nconnection='commands'\nreplicas=[1,2]\nphase='load'\nafter_s=0.5---"
-        "name='b'\nwhat='lose_answer'\ncall='sleep'\nrate=0.5\ntimes=2---name='c'\nwhat='kill_agent'"
+        "name='b'\nwhat='lose_answer'\ncall='sleep'\nrate=0.5\ntimes=2---name='c'\nwhat='kill_agent'---"
+        "name='d'\nrole='actor'\nwhat='refuse'\nreplicas=[3]"
     )
-    cut, lost, killed = (described(plan, fault) for fault in plan.fault)
+    cut, lost, killed, refused = (described(plan, fault) for fault in plan.fault)
     assert cut == "a: cut (3 s), commands only, on replicas 1, 2, 0.5 s after the load of a sync, once for each agent"
     assert lost == (
         "b: lose_answer, on every replica, at the call sleep, with a chance of 0.5 each time, "
         "at most 2 times for each agent"
     )
     assert killed == "c: kill_agent, on every replica, at joining the run, once for each agent"
+    assert refused == "d: refuse, on actor rank 3, at a call into the profiler, once for each agent"

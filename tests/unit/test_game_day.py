@@ -1,5 +1,6 @@
 """What a fault cost, from the history of its replica and the syncs meanwhile."""
 
+from controlplane.analysis.findings import Violation
 from controlplane.report.fleet_history import ReplicaHistory
 from controlplane.report.game_day import GameDay, InjectedFault
 from controlplane.report.model import RunReport
@@ -35,7 +36,9 @@ def faults(
     if open_since is not None:
         history.since_ns["gone"] = START + int(open_since * S)
     clock = Clock(at_ms=60_000, wall_ns=START, offset_ns=60 * S, error_ns=0)
-    return day.faults({1: history}, {"0.0": clock, "1.0": clock}, START + 100 * S)
+    return day.faults(
+        {1: history, "actor.0": history}, dict.fromkeys(("0.0", "1.0", "actor.0"), clock), START + 100 * S
+    )
 
 
 def test_a_fault_that_harmed_nothing_costs_nothing() -> None:
@@ -68,6 +71,12 @@ def test_a_fault_is_followed_until_the_next_on_its_replica_and_not_on_others() -
     assert [first.repaired_ns, other.repaired_ns, second.repaired_ns] == [10 * S, 0, 3 * S]
 
 
+def test_a_fault_of_a_training_rank_costs_the_time_for_which_that_was_gone_and_is_no_replicas() -> None:
+    ours, other = faults(("actor.0", 10), ("0.0", 11), spans=((12, 20),), syncs=((15, sync(3, (1,), unproven=(0,))),))
+    assert (ours.out_ns, ours.repaired_ns, ours.syncs) == (8 * S, 10 * S, [])
+    assert (other.out_ns, other.repaired_ns, other.syncs_count) == (0, None, 1)
+
+
 def test_a_replica_that_is_still_out_when_the_next_fault_strikes_is_whole_once_it_is_back() -> None:
     first, second = faults(("1.0", 10), ("1.0", 15), spans=((12, 20),))
     assert [first.repaired_ns, second.repaired_ns] == [10 * S, 0]
@@ -83,6 +92,9 @@ def test_the_verdict_names_what_happened_and_what_did_not() -> None:
     assert "dies (kill_agent) on 1.0: out of service for 8 s; whole again after 10 s" in lines[0]
     assert lines[1:] == [
         "never: never happened, as far as the log has it",
-        "time to repair: median 10 s, longest 10 s; replicas were out of service for 8 s in all",
+        "time to repair: median 10 s, longest 10 s; out of service for 8 s in all",
         "1 fault: all promises held",
     ]
+    report.violations.append(Violation("I3", 7, ("1.0",), "applied twice"))
+    lines, good = verdict(PLAN, report)
+    assert (good, lines[-2:]) == (False, ["I3 at record 7 (1.0): applied twice", "1 fault: 1 promise broke"])

@@ -94,6 +94,18 @@ def test_wrong_arguments_of_a_rank_are_an_error_at_once(tmp_path: Path, settings
         TrainingRank(**(RANK | {"state_dir": tmp_path, "traces": tmp_path} | settings))
 
 
+def test_a_fault_plan_that_can_not_be_carried_out_is_an_error_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = tmp_path / "faults.toml"
+    monkeypatch.setenv("ROLLOUTCTL_AGENT_FAULTS", str(plan))
+    with pytest.raises(ConfigError, match=rf"the fault plan {plan} can't be read"):
+        TrainingRank(**RANK, state_dir=tmp_path, traces=tmp_path)
+    plan.write_text("fault = [{name = 'a', role = 'actor', what = 'kill_engine'}]")
+    with pytest.raises(ConfigError, match=rf"{plan}: fault 'a': .* a training rank has no engine"):
+        TrainingRank(**RANK, state_dir=tmp_path, traces=tmp_path)
+
+
 # --- CUDA -------------------------------------------------------------------------------------------------------------
 
 

@@ -5,15 +5,17 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from rich.text import Text
 
 from controlplane.bus.recent import FAILURES_KEPT, Recent
-from controlplane.cli.top_screen import READ_ONLY, Confirmed, TopView, keys_in, press
+from controlplane.cli.top_screen import READ_ONLY, Confirmed, TopView, keys_in, press, top_screen
 from controlplane.machine.coordinator import LOGIC, CoordinatorState, decide
 from controlplane.machine.events import Closed, CoordinatorEvent, Opened, TimerFired
 from controlplane.record.follow import follow
 from controlplane.record.log import RunLog
 from schemas.commands import EngineCommand, Target
 from schemas.errors import LogError
+from schemas.formatting import Line
 from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing
 from schemas.reports import AgentOutcome, FleetStatus, Report, SyncReport
 from tests.screens import FLEET, FOLLOWS, SERVES, line, text
@@ -39,6 +41,14 @@ def test_an_engine_call_says_how_long_it_has_been_in_flight() -> None:
     assert "v12, generating, busy: flush; in flush for 42 s" in row
     selected = text(fleet, TopView(replica=0), 80, 20)
     assert any("busy: flush; in flush for 42 s" in row for row in selected), "and below the table, uncut"
+
+
+def test_status_and_screen_say_in_red_that_agents_inject_faults() -> None:
+    fleet = replace(FLEET, agents=(line("0.0", replace(SERVES, faults=3)), line("1.0", replace(SERVES, faults=0))))
+    said = "game day: 0.0, 1.0 inject faults on purpose, 3 so far"
+    assert Line(f"  {said}", trouble=True) in fleet.lines()
+    head = next(part for part in top_screen(fleet, TopView(), 100, 20).renderables if said in str(part))
+    assert isinstance(head, Text) and head.style == "red"
 
 
 @pytest.mark.parametrize("width", [80, 160])

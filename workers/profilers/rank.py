@@ -14,6 +14,7 @@ from anyio.from_thread import BlockingPortal
 
 from schemas.config import AgentConfig, within_bounds
 from schemas.errors import ConfigError, RolloutctlError
+from schemas.fault_plan import read_plan
 from schemas.identity import ROLLOUT, Identity
 from schemas.logs import logger_of
 from schemas.outcomes import Reason
@@ -21,6 +22,7 @@ from schemas.profiler.config import ProfilerConfig
 from schemas.selection import profile_skip_reason
 from schemas.transport.keys import PeerKeys, StrPath
 from workers.agent import Agent
+from workers.faults import FaultInjector
 from workers.profilers.session import RankProfiler
 from workers.profilers.stages import Stage
 from workers.profilers.tools import require_supported
@@ -38,6 +40,8 @@ class TrainingRank:
     Once it is entered, none of its methods raises: a bus that is lost is searched for in the background, and what ends
     the agent is logged and stored in `failure`. Its thread is a daemon. If `close` is never called, the rank is closed
     at the end of the process. It does not exist in a child that this process forks.
+
+    On a staging fleet, `ROLLOUTCTL_AGENT_FAULTS` names a plan of what goes wrong with it on purpose (docs/gamedays.md).
 
     Args:
         bus: Address of the bus.
@@ -85,6 +89,8 @@ class TrainingRank:
         self._bus, self._config = bus, config
         self._state = Path(state_dir) if state_dir is not None else None
         self._keys = keys
+        plan_file = os.environ.get("ROLLOUTCTL_AGENT_FAULTS")
+        self._faults = FaultInjector(read_plan(Path(plan_file)), self.identity) if plan_file else None
         self._traces = NodeTraces(Path(root), self.identity, profiler.finish_hook_cmd)
         self._opened: Future[None] = Future()
         self._thread: Thread | None = None
@@ -143,6 +149,7 @@ class TrainingRank:
             traces=self._traces,
             config=self._config,
             keys=self._keys,
+            faults=self._faults,
         )
         async with BlockingPortal() as self._portal, agent:
             with anyio.CancelScope() as self._serving:
