@@ -63,6 +63,7 @@ FEEDS_A_MACHINE: Final = re.compile(r"from tests\.unit\.(machines|fleets) import
 HAS_A_MACHINE: Final = re.compile(
     r"from (schemas\.desired|schemas import .*\bdesired|(controlplane|workers)(\.machine| import .*\bmachine))\b"
 )
+SLOW: Final = re.compile(r"tmp_path|async def|ControlPlane|CliRunner")
 OTHERS = ("tests/scenarios", "tests/replays", "tests/golden", "tests/properties", "tests/simulation/test_exhaustive.py")
 SIMULATION: Final = "simulation"
 AT_IMPORT: Final = -1
@@ -225,9 +226,11 @@ class Checkout:
         units = {file: file.read_text() for file in sorted((self.folder / "tests/unit").glob("test_*.py"))}
         near = [file for file, text in units.items() if file.stem == f"test_{module}" or of_it.search(text)]
         feeding = [file for file, text in units.items() if FEEDS_A_MACHINE.search(text)]
-        yield [file for file in feeding if file in near]
-        yield [file for file in feeding if file not in near]
+        fast = [file for file in feeding if not SLOW.search(units[file])]
+        yield [file for file in fast if file in near]
+        yield [file for file in fast if file not in near]
         yield OTHERS
+        yield [file for file in feeding if file not in fast]
         yield [file for file, text in units.items() if file not in feeding and HAS_A_MACHINE.search(text)]
 
     def _fails(self, *arguments: str) -> str:
