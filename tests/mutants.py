@@ -2,7 +2,7 @@
 
     python -m tests.mutants --sample 120 --seed 1             # by the suite, and by the simulation alone
     python -m tests.mutants --sample 120 --by simulation      # by the simulation alone
-    python -m tests.mutants --sample 120 --by suite           # by the suite: the simulation tries only what is left
+    python -m tests.mutants --sample 120 --by suite           # by the suite: unit tests first, which take less time
 
 Cosmic Ray (extra `mutants`) changes the source: an operator, a comparison, a number, a condition. Drawn are places in
 the source, and for each of them one of the changes that are possible there, so that a place at which twelve are does
@@ -61,7 +61,7 @@ ORDERING: Final = re.compile(r"(Eq|NotEq)_(Lt|LtE|Gt|GtE)$")
 NUMBER_MAX: Final = 63
 FEEDS_A_MACHINE: Final = re.compile(r"from tests\.unit\.(machines|fleets) import")
 HAS_A_MACHINE: Final = re.compile(
-    r"from (schemas\.desired|schemas import .*\bdesired|(controlplane|workers)(\.machine| import .*\bmachine))\b"
+    r"from (tests\.unit\.(machines|fleets)|schemas\.desired|(controlplane|workers)(\.machine| import .*\bmachine))\b"
 )
 SLOW: Final = re.compile(r"tmp_path|async def|ControlPlane|CliRunner")
 OTHERS = ("tests/scenarios", "tests/replays", "tests/golden", "tests/properties", "tests/simulation/test_exhaustive.py")
@@ -195,20 +195,16 @@ class Checkout:
             module = file.removesuffix(".py").replace("/", ".")
             if text == before or self._fails("-c", f"import {module}"):
                 return None
-            return self.fails(by, self._reaching(mutant, before), path.stem)
+            return self.fails(by, self._reaching(mutant, before), file)
         finally:
             path.write_text(before)
 
-    def fails(self, by: str, worlds: list[int], near: str = "") -> str:
+    def fails(self, by: str, worlds: list[int], file: str = "") -> str:
         """Return which test fails, or that the simulation does: '' if none does."""
-        simulated = f"from tests.simulation.cluster import simulate\nfor seed in {worlds}: simulate(seed)"
-        if by != "suite" and self._fails("-c", simulated):
-            return SIMULATION
-        if by != SIMULATION:
-            for tests in filter(None, self._tests(near)):
-                if failed := self._fails("-m", "pytest", "-xq", "-n0", "-p", "no:cacheprovider", *map(str, tests)):
-                    return failed
-        return SIMULATION if by == "suite" and self._fails("-c", simulated) else ""
+        for arguments in self._attempts(by, worlds, file):
+            if failed := self._fails(*arguments):
+                return SIMULATION if arguments[0] == "-c" else failed
+        return ""
 
     def _reaching(self, mutant: Mutant, source: str) -> list[int]:
         """The worlds that reach its line, or its statement if the line has no code of its own."""
@@ -220,18 +216,28 @@ class Checkout:
                 return list(range(self.seeds)) if AT_IMPORT in found else sorted(found)[: self.seeds]
         return []
 
-    def _tests(self, module: str) -> Iterator[Sequence[Path | str]]:
-        """What can notice a change of this module, in order of speed: its own unit tests, those of machines, …."""
+    def _attempts(self, by: str, worlds: list[int], changed: str) -> Iterator[Sequence[str]]:
+        """What can notice a change of a file, as arguments of Python: unit tests of its module, then of its side, …"""
+        simulated = "-c", f"from tests.simulation.cluster import simulate\nfor seed in {worlds}: simulate(seed)"
+        if by != "suite":
+            yield simulated
+        if by == SIMULATION:
+            return
+        module = Path(changed).stem
         of_it = re.compile(rf"from (schemas|\w+\.machine)(\.{module} import| import .*\b{module}\b)")
-        units = {file: file.read_text() for file in sorted((self.folder / "tests/unit").glob("test_*.py"))}
-        near = [file for file, text in units.items() if file.stem == f"test_{module}" or of_it.search(text)]
-        feeding = [file for file, text in units.items() if FEEDS_A_MACHINE.search(text)]
-        fast = [file for file in feeding if not SLOW.search(units[file])]
-        yield [file for file in fast if file in near]
-        yield [file for file in fast if file not in near]
-        yield OTHERS
-        yield [file for file in feeding if file not in fast]
-        yield [file for file, text in units.items() if file not in feeding and HAS_A_MACHINE.search(text)]
+        of_side = "tests.unit.fleets" if changed.startswith("controlplane") else "tests.unit.machines"
+        units = {str(file): file.read_text() for file in sorted((self.folder / "tests/unit").glob("test_*.py"))}
+        fast = [name for name, text in units.items() if FEEDS_A_MACHINE.search(text) and not SLOW.search(text)]
+        near = [name for name in fast if name.endswith(f"/test_{module}.py") or of_it.search(units[name])]
+        side = [name for name in fast if name not in near and of_side in units[name]]
+        slow = [name for name, text in units.items() if name not in fast and HAS_A_MACHINE.search(text)]
+        pytest = "-m", "pytest", "-xq", "-n0", "-p", "no:cacheprovider"
+        for names in filter(None, (near, side, [name for name in fast if name not in (*near, *side)])):
+            yield *pytest, *names
+        if by == "suite":
+            yield simulated
+        yield *pytest, *OTHERS
+        yield *pytest, *slow
 
     def _fails(self, *arguments: str) -> str:
         """What failed: a test, or only that something did; '' if nothing."""
