@@ -2,12 +2,13 @@
 
     python -m tests.mutants --sample 120 --seed 1             # by the suite, and by the simulation alone
     python -m tests.mutants --sample 120 --by simulation      # by the simulation alone
+    python -m tests.mutants --sample 120 --by suite           # by the suite: unit tests first, which take less time
 
 Cosmic Ray (extra `mutants`) changes the source: an operator, a comparison, a number, a condition. Drawn are places in
 the source, and for each of them one of the changes that are possible there, so that a place at which twelve are does
-not count twelve times. Each change is made in a copy of the checkout, one at a time, and tried by the simulation, then
-by the other tests, until one fails. The simulation tries it in worlds that reach the changed line, as a run without any
-change shows; in none if none does.
+not count twelve times. Each change is made in a copy of the checkout, one at a time, and tried by the simulation, in
+worlds that reach the changed line, as a run without any change shows; then by the other tests that can notice it, until
+one fails. That one is named: the last have real sockets and files, and on a busy machine one may fail by itself.
 
 Left out is what says nothing: changes with which a module can't be imported; those that mean the same (`is` for `==`);
 those that raise wherever they are reached (`<` for `is`); what falls on annotations, options of classes and the texts
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -58,10 +59,13 @@ KINDS: Final = (
 """Kinds of changes that are tried."""
 ORDERING: Final = re.compile(r"(Eq|NotEq)_(Lt|LtE|Gt|GtE)$")
 NUMBER_MAX: Final = 63
-FEEDS_A_MACHINE: Final = re.compile(
-    r"from tests\.unit\.(machines|fleets) import|from controlplane\.machine\.samples import"
+FEEDS_A_MACHINE: Final = re.compile(r"from tests\.unit\.(machines|fleets) import")
+HAS_A_MACHINE: Final = re.compile(
+    r"from (tests\.unit\.(machines|fleets)|schemas\.desired|(controlplane|workers)(\.machine| import .*\bmachine))\b"
 )
-OTHERS = ("tests/scenarios", "tests/replays", "tests/golden")
+SLOW: Final = re.compile(r"tmp_path|async def|ControlPlane|CliRunner")
+OTHERS = ("tests/scenarios", "tests/replays", "tests/golden", "tests/properties", "tests/simulation/test_exhaustive.py")
+SIMULATION: Final = "simulation"
 AT_IMPORT: Final = -1
 LIMIT_S = 60
 """Time of a processor for one run of tests. A change that makes them spin is noticed."""
@@ -189,21 +193,18 @@ class Checkout:
         try:
             path.write_text(text)
             module = file.removesuffix(".py").replace("/", ".")
-            if text == before or not self._passes("-c", f"import {module}"):
+            if text == before or self._fails("-c", f"import {module}"):
                 return None
-            return self.fails(by, self._reaching(mutant, before), path.stem)
+            return self.fails(by, self._reaching(mutant, before), file)
         finally:
             path.write_text(before)
 
-    def fails(self, by: str, worlds: list[int], near: str = "") -> str:
-        """Return which tests fail: '' if none do."""
-        simulated = f"from tests.simulation.cluster import simulate\nfor seed in {worlds}: simulate(seed)"
-        if worlds and not self._passes("-c", simulated):
-            return "simulation"
-        if by == "simulation":
-            return ""
-        nearest = sorted(self._unit_tests(), key=lambda test: not self._is_of(test, near))
-        return "" if self._tests(*map(str, nearest)) and self._tests(*OTHERS) else "units"
+    def fails(self, by: str, worlds: list[int], file: str = "") -> str:
+        """Return which test fails, or that the simulation does: '' if none does."""
+        for arguments in self._attempts(by, worlds, file):
+            if failed := self._fails(*arguments):
+                return SIMULATION if arguments[0] == "-c" else failed
+        return ""
 
     def _reaching(self, mutant: Mutant, source: str) -> list[int]:
         """The worlds that reach its line, or its statement if the line has no code of its own."""
@@ -215,28 +216,42 @@ class Checkout:
                 return list(range(self.seeds)) if AT_IMPORT in found else sorted(found)[: self.seeds]
         return []
 
-    def _unit_tests(self) -> list[Path]:
-        """The unit tests that feed a machine."""
-        files = sorted((self.folder / "tests/unit").glob("test_*.py"))
-        return [file for file in files if FEEDS_A_MACHINE.search(file.read_text())]
+    def _attempts(self, by: str, worlds: list[int], changed: str) -> Iterator[Sequence[str]]:
+        """What can notice a change of a file, as arguments of Python: unit tests of its module, then of its side, …"""
+        simulated = "-c", f"from tests.simulation.cluster import simulate\nfor seed in {worlds}: simulate(seed)"
+        if by != "suite":
+            yield simulated
+        if by == SIMULATION:
+            return
+        module = Path(changed).stem
+        of_it = re.compile(rf"from (schemas|\w+\.machine)(\.{module} import| import .*\b{module}\b)")
+        of_side = "tests.unit.fleets" if changed.startswith("controlplane") else "tests.unit.machines"
+        units = {str(file): file.read_text() for file in sorted((self.folder / "tests/unit").glob("test_*.py"))}
+        fast = [name for name, text in units.items() if FEEDS_A_MACHINE.search(text) and not SLOW.search(text)]
+        near = [name for name in fast if name.endswith(f"/test_{module}.py") or of_it.search(units[name])]
+        side = [name for name in fast if name not in near and of_side in units[name]]
+        slow = [name for name, text in units.items() if name not in fast and HAS_A_MACHINE.search(text)]
+        pytest = "-m", "pytest", "-xq", "-n0", "-p", "no:cacheprovider"
+        for names in filter(None, (near, side, [name for name in fast if name not in (*near, *side)])):
+            yield *pytest, *names
+        if by == "suite":
+            yield simulated
+        yield *pytest, *OTHERS
+        yield *pytest, *slow
 
-    def _is_of(self, test: Path, module: str) -> bool:
-        """Whether a unit test is named after this module of the machines, or imports it."""
-        imports = re.compile(rf"from (schemas|\w+\.machine)(\.{module} import| import .*\b{module}\b)")
-        return bool(module) and (test.stem == f"test_{module}" or bool(imports.search(test.read_text())))
-
-    def _tests(self, *arguments: str) -> bool:
-        return self._passes("-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments)
-
-    def _passes(self, *arguments: str) -> bool:
+    def _fails(self, *arguments: str) -> str:
+        """What failed: a test, or only that something did; '' if nothing."""
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
         limit = f'ulimit -t {LIMIT_S}; exec "$@"'
         command = ["sh", "-c", limit, "sh", sys.executable, *arguments]
         try:
-            done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, timeout=10 * LIMIT_S)
+            done = subprocess.run(
+                command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=10 * LIMIT_S
+            )
         except subprocess.TimeoutExpired:
-            return False
-        return done.returncode == 0
+            return "out of time"
+        named = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+        return "" if done.returncode == 0 else named[1] if named else f"code {done.returncode}"
 
 
 def reached_by(worlds: int) -> dict[tuple[str, int], list[int]]:
@@ -273,7 +288,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the sample")
     parser.add_argument("--seeds", type=int, default=200, help="worlds for each change, at most")
     parser.add_argument("--worlds", type=int, default=400, help="worlds of which those are taken that reach its line")
-    parser.add_argument("--by", choices=("suite", "simulation"), default="suite")
+    parser.add_argument("--by", choices=("both", "suite", SIMULATION), default="both")
     parser.add_argument("--minutes", type=float, default=40, help="begin no other change after this time")
     options = parser.parse_args()
     os.nice(10)
@@ -296,14 +311,12 @@ def main() -> int:
                 tried.append(by)
             kind = mutant.operator.split("/")[-1].removeprefix("Replace")
             line = f"{mutant.file}:{mutant.line} {kind}: {changed_line(before, text)}"
-            sys.stdout.write(f"{'not imported' if by is None else by or 'NOT NOTICED':12} {line}\n")
+            sys.stdout.write(f"{'not imported' if by is None else by or 'NOT NOTICED'} | {line}\n")
             sys.stdout.flush()
-    for judge, noticed in (
-        ("suite", [by for by in tried if by]),
-        ("simulation", [by for by in tried if by == "simulation"]),
-    ):
-        share = 100 * len(noticed) // max(1, len(tried))
-        sys.stdout.write(f"by the {judge}: {len(noticed)} of {len(tried)}, {share} % ({len(every)} places in all)\n")
+    noticed = {"suite": len([by for by in tried if by]), SIMULATION: tried.count(SIMULATION)}
+    for judge in noticed if options.by == "both" else [options.by]:
+        share = 100 * noticed[judge] // max(1, len(tried))
+        sys.stdout.write(f"by the {judge}: {noticed[judge]} of {len(tried)}, {share} % ({len(every)} places in all)\n")
     return 0
 
 

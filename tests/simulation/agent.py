@@ -173,13 +173,15 @@ class Process:
     def give_up(self) -> None:
         """The bus refuses this agent for good. Now and then somebody starts it again all the same."""
         alone = not self.slot.double and self.world.now > self.world.doubled_until.get(self.slot.identity.unit, -1)
+        alone = alone and [slot.name for slot in self.world.slots].count(self.slot.name) == 1
         if alone and self.slot.name not in self.world.promises.ever_retired:
             self.world.promises.broken("P3 answer", f"{self.peer} is turned away though it is alone")
         self.world.say(f"{self.peer} is turned away for good")
         if self.slot.engine is not None:
             self.slot.engine.cut()
         self.stop()
-        self.world.at(self.world.rng.randrange(3000, 8000), self.slot.start)
+        if not self.world.places.turned_away(self.slot):
+            self.world.at(self.world.rng.randrange(3000, 8000), self.slot.start)
 
     def stop(self) -> None:
         self.alive = False

@@ -26,6 +26,7 @@ from schemas.wire import (
     Hello,
     Join,
     Leave,
+    PlaceAssigned,
     ResendRequest,
     TimeReply,
     Upward,
@@ -252,7 +253,9 @@ class Bus:
 
     def send(self, peer: str, epoch: int, seq: int, message: Downward) -> None:
         process = self.process_at(peer)
-        if process is None:
+        if isinstance(message, PlaceAssigned):
+            self.world.places.answered(peer, message)
+        elif process is None:
             if peer not in self.world.abandoned:  # else the bus can't tell
                 self.unreachable(peer)
         elif "control" not in process.silent and not self.world.blocked(process.slot, "down"):

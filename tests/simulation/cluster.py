@@ -33,6 +33,7 @@ from tests.simulation.adapters import AdapterTrainer, Files, Shelf
 from tests.simulation.agent import Process
 from tests.simulation.bus import Bus, Log
 from tests.simulation.engine import BROADCAST, Engine, Temper
+from tests.simulation.places import Places
 from tests.simulation.promises import Ledger, Promises
 from tests.simulation.samples import Sampler
 from tests.simulation.slot import Slot
@@ -106,7 +107,7 @@ class World(VirtualClock):
         self.bus: Bus | None = None
         self.abandoned: set[str] = set()  # half-open connections that their agents gave up and their bus did not
         self.slots = self._fleet()
-        self._draw_engines(random.Random(f"engines {seed}"))
+        self._draw_engines(self.slots)
         self.by_name = {slot.name: slot for slot in self.slots}
         self.doubles = 0
         self.doubled_until: dict[int | str, int] = {}  # by unit: how long the bus may take a second process for alive
@@ -114,6 +115,7 @@ class World(VirtualClock):
         self.adapters = AdapterTrainer(self)
         self.sampler = Sampler(self)
         self.steps_of_trainer = Steps(self)
+        self.places = Places(self)
 
     def _fleet(self) -> list[Slot]:
         rng = self.rng
@@ -137,11 +139,17 @@ class World(VirtualClock):
             slots.append(slot)
         return slots
 
-    def _draw_engines(self, rng: random.Random) -> None:
+    def add_engine(self, slot: Slot) -> None:
+        """Give an engine to a slot that comes later."""
+        slot.engine = self._engine(slot)
+        self._draw_engines([slot])
+
+    def _draw_engines(self, slots: list[Slot]) -> None:
         """Draw what kind of engines they are, and how the agents are started."""
+        rng = random.Random(f"engines {self.seed}")
         kind, loses = rng.choice(ENGINES), rng.choice(LOSES)
         traffic, recomputes, launched_from = rng.random() < 0.6, rng.random() < 0.6, rng.choice((None, "launched"))
-        for slot in self.slots:
+        for slot in slots:
             slot.on_lost_bus = rng.choice(("serve", "serve", "pause"))
             engine = slot.engine
             if engine is None:
@@ -513,6 +521,7 @@ class World(VirtualClock):
             self.adapters.begin()
         self.sampler.begin()
         self.steps_of_trainer.begin()
+        self.places.begin()
         self.at(1000, self.misfortune)
         self.run(self.rng.randrange(15_000, 40_000))
         self.calm()

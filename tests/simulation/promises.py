@@ -426,6 +426,7 @@ class Promises:
             elif isinstance(effect, Retired):
                 self.judge("P3 answer", leaving.retire(self, effect))
         self.judge("P3 answer", self.tickets.after(bus, event, effects))  # each ends once
+        self.judge("P3 answer", self.world.places.judge(event, effects))
         self.judge("I5 quarantine", verdicts.released(self, bus, before, event, joined))
         self.judge("P11 true", verdicts.quorum(self, bus, before))
         self.judge("P11 true", serving.served(self, bus))
@@ -528,7 +529,7 @@ class Promises:
         if key in self.concluded:
             self.broken("P3 answer", f"command {report.seq} was concluded twice")
         self.concluded[key] = report
-        places = {slot.name: slot.identity for slot in self.world.slots}
+        places = {name: slot.identity for name, slot in self.world.by_name.items()}
         self.judge("I7 windows close", self.world.steps_of_trainer.concluded(report, places))
         self.concluded_at[key] = len(bus.world.log.records) - 1
         names = [line.agent for line in report.outcomes]
@@ -557,6 +558,7 @@ class Promises:
         self.known, self.peers, self.joined, self.retired, self.leaving = {}, {}, {}, {}, set()
         self.head, self.begun_anew, self.identities, self.restarts = 0, {}, {}, {}
         self.newcomers = leaving.Newcomers()
+        self.world.places.kept.clear()
         self.world.files.let_go.clear()  # which of them the log still lets go is another question
         for event, encoded in self.world.log.records:
             effects = effects_decoder.decode(encoded)

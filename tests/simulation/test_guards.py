@@ -174,6 +174,12 @@ GUARDS = {
         "if False:",
         407,
     ),
+    "an assigned place is kept": Guard(
+        "controlplane/machine/agents.py",
+        "taken = known.union(replica for replica, _ in assigned.values())",
+        "taken = known",
+        136,
+    ),
     "samples of a launch": Guard(
         "controlplane/machine/provenance.py",
         'return "", 0, newest, "unproven" if newest else "launch"',

@@ -59,6 +59,7 @@ class Weather:
         successors: Chance that an agent is cut off for good and lives on, while another takes over its engine.
         places: How many adapters an engine holds at most; None for no limit.
         drains: Chance that a replica leaves the fleet in good order. Its agents may take up their places again.
+        assigned: How many agents come that are given no index.
     """
 
     drops: float = 0.0
@@ -92,6 +93,7 @@ class Weather:
     places: int | None = None
     drains: float = 0.0
     idles: float = 0.0
+    assigned: int = 0
     aim: str = "none"
 
     @classmethod
@@ -100,6 +102,9 @@ class Weather:
         weather, full = cls.draw(Random(f"weather {seed}")), Random(f"full {seed}")
         if seed >= 120 and full.random() < 0.3:  # most ablations are noticed in earlier worlds
             weather.fill(full)
+        elif seed >= 120 and full.random() < 0.3:
+            others = weather.doubles or weather.reshapes or weather.successors or weather.tails
+            weather.assigned = 0 if others else full.choice((1, 3, 4))
         return weather
 
     @classmethod

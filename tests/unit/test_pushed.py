@@ -279,6 +279,13 @@ def test_the_end_of_the_phase_ends_the_wait_at_once(body: WeightSync | EpochStar
     assert "observe" in run.calls and run.state.activity is None
 
 
+def test_a_pause_before_the_wait_is_awaited_whatever_ends_the_phase() -> None:
+    run = Run().issue(phase("prepare"))
+    run.feed(EngineObserved(at_ms=1, observation=replace(run.seen, generating=True)))
+    state, effects = fold(run.state, command(phase("load"), 2), command(phase("abort"), 3))
+    assert called(effects) == ["pause"] and len(state.queue) == 1
+
+
 def test_a_sync_of_other_replicas_does_not_end_the_wait() -> None:
     run = Run().issue(phase("prepare")).issue(phase("load"))
     run.feed(command(phase("abort"), 3, target=Target(replicas=frozenset({5}))))

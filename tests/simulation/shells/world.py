@@ -97,6 +97,7 @@ class ShellWorld(World):
         self.trainer = RealTrainer(self)
         self.rough = Rough.draw(Random(f"rough {seed}"))
         self.weather.tails = 0.0  # no power cut: a killed process loses nothing that it has written
+        self.weather.assigned = 0  # what asks for a place is no shell of these
         if self.weather.aim == "lost tails":
             self.weather.aim = "none"
         self.one_port = self.weather.one_port
