@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 import pytest
 
 from controlplane import ControlPlane
-from schemas.commands import Checkpoint, Finish, ProfileCommand, ProfilePlan, Schedule
+from schemas.commands import Finish, ProfileCommand, ProfilePlan, Schedule
 from schemas.config import AgentConfig, BusConfig
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from schemas.profiler.config import ProfilerConfig
@@ -18,7 +18,6 @@ from schemas.reports import Report
 from tests.running import python
 from tests.unit.rank_sessions import operators, read, stages
 from tests.waiting import wait_until
-from workers.engines.tiny.model import TinyConfig, TinyModel, save
 from workers.engines.tiny.server import TinyClient
 from workers.profilers import TrainingRank
 
@@ -158,24 +157,6 @@ def test_a_step_of_the_plane_profiles_ranks_by_configuration(fleet: Fleet) -> No
     ]
     for trace in traces.values():
         assert [stage for stage in stages(trace) if "#" not in stage] == ["step 5 mini-batch 1"]
-
-
-def test_training_ranks_skip_commands_for_engines(fleet: Fleet) -> None:
-    save(TinyModel(TinyConfig(), seed=1), fleet.folder / "v1")
-    skips = {"actor.0": Skipped(Reason.NOT_AN_ENGINE), "actor.1": Skipped(Reason.NOT_AN_ENGINE)}
-    for report in (fleet.plane.pause().wait(), fleet.plane.resume().wait()):
-        assert report.acted == ("0.0",) and by_agent(report).items() >= skips.items()
-    synced = fleet.plane.sync_weights(1, Checkpoint("v1")).wait()
-    assert synced.status == "committed" and synced.loaded == (0,)
-    for phase in synced.phases:
-        assert by_agent(phase).items() >= skips.items()
-
-
-def test_a_plan_that_cannot_be_honoured_is_reported_before_the_first_step(fleet: Fleet) -> None:
-    check = ProfileCommand(action="check", step=0, roles={"actor": ProfilePlan(tool="npu")})
-    outcome = by_agent(fleet.plane.publish(check).wait())["actor.1"]
-    assert isinstance(outcome, Failed) and outcome.error is ErrorKind.UNSUPPORTED
-    assert "torch_npu is not installed" in outcome.message
 
 
 def test_a_rank_that_dies_is_missing_and_the_step_goes_on(fleet: Fleet) -> None:

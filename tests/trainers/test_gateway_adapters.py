@@ -155,23 +155,6 @@ def test_prime_rl_tries_again_until_its_files_are_there(lora_run: LoRAFleet) -> 
     assert lora_run.serves(NAME, 1) and lora_run.adapter_syncs() == [(NAME, "committed", (0, 1))]
 
 
-def test_a_time_out_of_prime_rl_joins_the_sync_of_its_adapter(lora_run: LoRAFleet) -> None:
-    for gated in lora_run.fleet.engines:
-        gated.may_load.clear()
-    trainer = PrimeRL(lora_run.urls, timeout_s=0.5)
-
-    async def update() -> None:
-        updating = asyncio.create_task(trainer.update_weights(lora_run.write("step_1", 1), NAME))
-        await until(lambda: len(trainer.attempts) >= 4)
-        for gated in lora_run.fleet.engines:
-            gated.may_load.set()
-        await updating
-
-    asyncio.run(update())
-    assert ("/load_lora_adapter", "ReadTimeout") in trainer.attempts
-    assert lora_run.serves(NAME, 1) and lora_run.adapter_syncs() == [(NAME, "committed", (0, 1))]
-
-
 def test_prime_rl_is_told_in_its_error_why_an_adapter_is_refused_and_the_old_one_serves_on(
     lora_run: LoRAFleet,
 ) -> None:
@@ -225,12 +208,6 @@ def test_skyrl_drops_one_of_two_tenants(lora_run: LoRAFleet) -> None:
     assert lora_run.serves("model_b", 2)
     with pytest.raises(httpx.HTTPStatusError, match="this run has no adapter 'model_c'"):
         asyncio.run(trainer.unload_lora_adapter("model_c"))
-
-
-def test_skyrl_is_told_why_an_adapter_in_memory_is_refused(lora_run: LoRAFleet) -> None:
-    body = {"lora_name": "skyrl-lora", "in_memory": True}
-    answer = HTTP.post(f"{lora_run.urls[0]}/skyrl/v1/load_lora_adapter", json=body)
-    assert answer.status_code == 400 and "lora.sync_mode=disk" in answer.json()["error"]["message"]
 
 
 # --- AReaL: a name for each version, and its directory is removed after the load --------------------------------------

@@ -73,17 +73,6 @@ def test_a_time_out_of_prime_rl_joins_the_sync_that_is_under_way(fleet: GatewayF
     assert fleet.syncs() == [("committed", (0, 1))] and fleet.generates_on() == [1, 1]
 
 
-def test_prime_rl_over_nccl_is_refused_with_what_to_set(fleet: GatewayFleet) -> None:
-    trainer = AdminPlane(fleet.urls)
-    asyncio.run(trainer.initialize_nccl("host", 29500, 2))
-    assert trainer.attempts == [("/init_broadcaster", "400")] * 2
-    with pytest.raises(httpx.HTTPStatusError):
-        asyncio.run(trainer.update_weights(None))
-    assert [status for path, status in trainer.attempts if path == "/update_weights"][0] == "400"
-    answer = HTTP.post(f"{fleet.urls[0]}/update_weights", json={"weight_dir": None})
-    assert "filesystem" in answer.json()["message"] and fleet.syncs() == []
-
-
 # --- what Dynamo and smg serve ----------------------------------------------------------------------------------------
 
 
@@ -295,15 +284,6 @@ def test_skyrls_own_client_updates_in_four_phases(fleet: GatewayFleet) -> None:
         client.init_weight_transfer_engine({"master_address": "127.0.0.1", "master_port": 1, "world_size": 3})
     client.close()
     assert fleet.syncs() == [("committed", (0, 1))] * 2 and fleet.operations() == []
-
-
-def test_skyrl_over_nccl_is_refused_before_it_begins(fleet: GatewayFleet, servers: list[HttpServer]) -> None:
-    init = {"init_info": {"master_address": "127.0.0.1", "master_port": 5000, "rank_offset": 1, "world_size": 3}}
-    answer = HTTP.post(f"{fleet.urls[0]}/init_weight_transfer_engine", json=init)
-    assert answer.status_code == 400 and "delta" in answer.json()["message"]
-    answer = HTTP.post(f"{fleet.urls[0]}/collective_rpc", json={"method": "update_weights_nccl"})
-    assert answer.status_code == 400 and "skyrl_start_weight_update" in answer.json()["message"]
-    assert servers[0].requests == []
 
 
 # --- slime and miles --------------------------------------------------------------------------------------------------
