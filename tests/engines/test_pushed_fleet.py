@@ -65,18 +65,6 @@ async def fleet(folder: Path) -> AsyncIterator[Fleet]:
     assert list(verify(RunLog.read(folder / "run.db"))) == []
 
 
-async def test_each_replica_serves_what_the_trainer_pushed_once_its_label_is_seen(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as pushed:
-        report = await pushed.sync(2, 20, 0, 1)
-        report.raise_for_failures()
-        assert (report.status, report.loaded) == ("committed", (0, 1))
-        for replica in (0, 1):
-            held = pushed.held(replica)
-            assert (held.label, held.digest) == ("step 20", digest(weights(model(20))))
-            assert pushed.agents[replica].state.engine.version == 2
-            assert await pushed.generates_on(replica) is not None
-
-
 async def test_weights_that_are_still_written_are_not_committed_though_the_label_is_seen(tmp_path: Path) -> None:
     """The trainer's data plane sets the label with each bucket, and the last bucket fails."""
     async with fleet(tmp_path) as pushed:

@@ -253,20 +253,6 @@ def test_the_newest_version_of_areal_is_not_unloaded_alone(ports: LoRAFleet) -> 
     assert answer.status_code == 409 and "Unload lora to drop the adapter" in answer.json()["message"]
 
 
-def test_areal_is_told_why_in_its_error_and_a_request_for_what_was_refused_is_404(ports: LoRAFleet) -> None:
-    trainer = AReaL(ports.fleet.addresses)
-    asyncio.run(trainer.update_adapter("lora", 1, ports.run / "v1", partial(ports.write, "v1", 1)))
-    with pytest.raises(RuntimeError, match="r 5"):
-        asyncio.run(trainer.update_adapter("lora", 2, ports.run / "v2", partial(broken_adapter, ports, "v2")))
-    assert ports.ask(0, "lora-v2", "lora_path").status_code == 404
-    assert ports.serves("lora-v1", 1, field="lora_path") and ports.ask(0, "").status_code == 200
-
-
-def broken_adapter(fleet: LoRAFleet, path: str) -> None:
-    config = fleet.write(path, 1) / "adapter_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "r": 5}))
-
-
 # --- where a version is, and where it is not --------------------------------------------------------------------------
 
 
