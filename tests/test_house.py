@@ -5,6 +5,7 @@ snippets in `CAUGHT` which show that it can fail. To move a module into or out o
 """
 
 import ast
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -501,47 +502,6 @@ CAUGHT: list[tuple[Rule, str, str, str]] = [
     (plain_words, "workers/a.py", '"""Nobody knows."""', "'Nobody'"),
     (plain_words, "workers/a.py", 'raise ValueError("waits for whom?")', "'whom'"),
 ]
-PASSED: list[tuple[Rule, str, str]] = [
-    (arrows, "controlplane/cli/demo.py", "from workers.agent import Agent\nimport controlplane.bus.bus, schemas.wire"),
-    (arrows, "controlplane/trainers/trl/grpo.py", "from workers.agent import Agent"),
-    (arrows, "workers/agent.py", "from .machine import decide\nimport zmq"),
-    (pure_imports, "workers/machine/a.py", "from pathlib import PurePosixPath\nfrom collections.abc import Callable"),
-    (
-        pure_imports,
-        "controlplane/machine/a.py",
-        "from controlplane.machine import fleet\nfrom schemas.wire import encode",
-    ),
-    (pure_imports, "workers/machine/a.py", "from .reconcile import reconcile\nfrom workers.machine import reconcile"),
-    (pure_imports, "schemas/config.py", "def f():\n    from schemas.profiler.readers import read_yaml"),
-    (pure_expressions, "workers/machine/a.py", "x = sorted({1, 2})\ny = 1 in {1, 2}\nfor z in sorted(set(x)): pass"),
-    (file_size, "workers/agent.py", "x = 1\n" * MAX_FILE_LINES),
-    (function_size, "workers/agent.py", LONG_FUNCTION.replace("    x = 1\n", "", 1)),
-    (names, "schemas/commands.py", ""),
-    (struct_annotations, "workers/agent.py", "from __future__ import annotations\nclass A(Plain): ..."),
-    (struct_fields, "schemas/a.py", "class A(Struct):\n    x: Raw\nclass B(Plain):\n    y: Any"),
-    (safe_loading, "workers/a.py", "import re\nre.compile('a')\nsafetensors.torch.load_file(path)"),
-    (no_sleeping, "tests/a.py", "import anyio\nasync def f():\n    await anyio.sleep(0)"),
-    (heavy_imports, "workers/engines/tiny/engine.py", "import torch"),
-    (heavy_imports, "controlplane/cli/demo_training.py", "import torch"),
-    (rooms_on_use, "workers/agent.py", "def f():\n    from workers.engines.not_there import Engine"),
-    (
-        docstring_lines,
-        "workers/a.py",
-        'def f():\n    """Do.\n\n    Args:\n        a: One. And two.\n        b: 2.\n    """',
-    ),
-    (
-        public_arguments,
-        "workers/a.py",
-        'def annotate(a):\n    """Do."""\nclass Agent:\n    def perform(self, a, b): ...',
-    ),
-    (public_arguments, "workers/a.py", 'def not_public(a, b):\n    """Do."""'),
-    (
-        public_fields,
-        "schemas/a.py",
-        'class Report(Struct):\n    """All.\n\n    Attributes:\n        seq, at: Two.\n    """\n    seq: int',
-    ),
-    (plain_words, "workers/a.py", '"""An agent that waits for whole pages."""'),
-]
 CIRCLE = {"schemas/a.py": "def f():\n    from schemas.b import B", "schemas/b.py": "import schemas.a"}
 TREES_CAUGHT: list[tuple[TreeRule, dict[str, str], str]] = [
     (import_circles, CIRCLE, "schemas.a -> schemas.b -> schemas.a"),
@@ -551,16 +511,6 @@ TREES_CAUGHT: list[tuple[TreeRule, dict[str, str], str]] = [
     (product_size, {"schemas/a.py": "\n" * MAX_PRODUCT_LINES, "workers/a.py": "\n"}, "lines in all"),
     (pure_patterns, {"schemas/a.py": ""}, "names no file"),
 ]
-TREES_PASSED: list[tuple[TreeRule, dict[str, str]]] = [
-    (import_circles, {**CIRCLE, "schemas/b.py": "if TYPE_CHECKING:\n    import schemas.a"}),
-    (class_names, {"schemas/a.py": "class A: ...", "workers/b.py": "class B:\n    class A: ..."}),
-    (
-        file_names,
-        {"workers/a.py": "", "controlplane/cli/a.py": "", "workers/engines/x/engine.py": "", "x/engine.py": ""},
-    ),
-    (product_size, {"schemas/a.py": "\n" * MAX_PRODUCT_LINES}),
-    (pure_patterns, {pattern.replace("*", "a"): "" for pattern in PURE}),
-]
 
 
 @pytest.mark.parametrize(("rule", "path", "snippet", "says"), CAUGHT)
@@ -569,25 +519,15 @@ def test_each_rule_catches_what_it_is_there_for(rule: Rule, path: str, snippet: 
     assert [found for found in wrong if says in found.text], f"{rule.__name__} let this pass: {snippet}"
 
 
-@pytest.mark.parametrize(("rule", "path", "snippet"), PASSED)
-def test_each_rule_lets_good_code_pass(rule: Rule, path: str, snippet: str) -> None:
-    assert list(rule(Source(path, snippet))) == []
-
-
 @pytest.mark.parametrize(("rule", "tree", "says"), TREES_CAUGHT)
 def test_each_rule_for_the_tree_catches_what_it_is_there_for(rule: TreeRule, tree: dict[str, str], says: str) -> None:
     wrong = list(rule([Source(path, text) for path, text in tree.items()]))
     assert [found for found in wrong if says in found.text], f"{rule.__name__} let this pass: {tree}"
 
 
-@pytest.mark.parametrize(("rule", "tree"), TREES_PASSED)
-def test_each_rule_for_the_tree_lets_good_code_pass(rule: TreeRule, tree: dict[str, str]) -> None:
-    assert list(rule([Source(path, text) for path, text in tree.items()])) == []
-
-
-def test_every_rule_has_been_seen_to_fail_and_to_pass() -> None:
+def test_every_rule_has_been_seen_to_fail() -> None:
+    """That it lets good code pass is seen on the tree."""
     caught = {case[0].__name__ for case in CAUGHT} | {case[0].__name__ for case in TREES_CAUGHT}
-    passed = {case[0].__name__ for case in PASSED} | {case[0].__name__ for case in TREES_PASSED}
     written = {
         node.name
         for node in ast.parse(Path(__file__).read_text("utf-8")).body
@@ -595,4 +535,9 @@ def test_every_rule_has_been_seen_to_fail_and_to_pass() -> None:
         and node.returns is not None
         and ast.unparse(node.returns) == "Iterator[Wrong]"
     }
-    assert caught == passed == written
+    assert caught == written
+
+
+def test_tests_of_one_group_run_on_one_worker(request: pytest.FixtureRequest) -> None:
+    """By the name that xdist sorts them by. Else each worker starts clusters and fleets of its own for them."""
+    assert request.node.nodeid.endswith("@house") or "PYTEST_XDIST_WORKER" not in os.environ

@@ -52,11 +52,9 @@ class Found(NamedTuple):
         return frozenset(content for content, is_there in held.items() if is_there)
 
 
-def torch_plan(
-    *contents: str, window: tuple[int, int] | None = None, discrete: bool = True, ranks: tuple[int, ...] = ()
-) -> ProfilePlan:
+def torch_plan(*contents: str, window: tuple[int, int] | None = None, ranks: tuple[int, ...] = ()) -> ProfilePlan:
     """Return the plan that verl's configuration expresses. Without `ranks` it selects all of them."""
-    tool: dict[str, object] = {"contents": list(contents), "discrete": discrete}
+    tool: dict[str, object] = {"contents": list(contents), "discrete": True}
     if window is not None:
         tool |= {"step_start": window[0], "step_end": window[1]}
     whose = {"all_ranks": not ranks, "ranks": list(ranks)}
@@ -183,10 +181,8 @@ ORTHOGONAL: Final = {
 """The factors of verl's pull request 5025: first and last step, by stage, merge, stack, shapes, activities."""
 
 CONTENTS: Final = {"plain": ("cpu",), "detailed": ("cpu", "stack", "shapes")}
-MATRIX: Final = [
-    (discrete, contents, ranks) for discrete in (False, True) for contents in CONTENTS for ranks in ((1,), ())
-]
-"""The factors of verl's pull request 4320, of an engine on a CPU; the step that is profiled is 2."""
+MATRIX: Final = [("plain", ()), ("detailed", (1,))]
+"""Contents and ranks of verl's pull request 4320, of an engine on a CPU; the step that is profiled is 2."""
 FEW: Final = (0, 2)
 WITHIN: Final = (1, 2)
 """Windows of detailed sessions of real engines: SGLang, and vLLM, which records what went before the first pass. They

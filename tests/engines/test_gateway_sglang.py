@@ -1,6 +1,5 @@
 """The gateway in front of a real SGLang on the CPU, driven as slime and AReaL drive their engines."""
 
-import asyncio
 from collections.abc import Iterator
 from shutil import copytree
 
@@ -11,7 +10,7 @@ from schemas.commands import Checkpoint
 from tests.engines.servers import begin, complete
 from tests.engines.sglang_fleet import SGLangFleet
 from tests.trainers.gateway_fleet import on_a_thread
-from tests.trainers.posting_trainers import HTTP, AReaL, Slime
+from tests.trainers.posting_trainers import HTTP, Slime
 
 pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(480)]
 
@@ -51,18 +50,3 @@ def test_slime_discovers_and_reloads_an_engine_behind_the_gateway(gateway: Gatew
     assert HTTP.get(f"{url}/model_info").json()["weight_version"] == "70" and fleet.label() != "70"
     second = tokens(gateway, fleet)
     assert second == fleet.tokens()
-
-
-def test_areal_updates_an_engine_that_generates_while_it_writes(gateway: Gateway, sglang_fleet: SGLangFleet) -> None:
-    fleet, (url,) = sglang_fleet, gateway.base_urls()
-    before, directory = tokens(gateway, fleet), fleet.folder / "weight_update_v1"
-    trainer = AReaL([url.removeprefix("http://")])
-    asyncio.run(trainer.initialize())
-
-    def save() -> None:
-        assert tokens(gateway, fleet) == before  # after AReaL's pause
-        copytree(fleet.folder / "c", directory)
-
-    asyncio.run(trainer.update_weights(directory, save))
-    assert tokens(gateway, fleet) == fleet.tokens() != before
-    assert [status for _, status in trainer.attempts] == [200] * 4  # it pauses twice

@@ -7,11 +7,10 @@ import httpx
 import pytest
 
 from controlplane.trainers.gateway.service import Gateway
-from tests.engines.models import save_weights, weights
 from tests.engines.servers import VLLM_TOKENS, begin, complete
 from tests.engines.vllm_fleet import VLLMFleet
 from tests.trainers.gateway_fleet import on_a_thread
-from tests.trainers.posting_trainers import PrimeRL, SkyRL
+from tests.trainers.posting_trainers import PrimeRL
 
 pytestmark = [pytest.mark.engine_vllm, pytest.mark.timeout(480)]
 
@@ -55,19 +54,3 @@ def test_prime_rl_moves_both_servers_while_a_request_streams_through_the_gateway
         asyncio.run(trainer.update_weights(vllm_fleet.folder / "missing"))
     assert tokens(gateway, vllm_fleet) == third
     assert {status for _, status in trainer.attempts} == {"200", "409"}
-
-
-def test_skyrl_loads_the_checkpoint_that_its_fetch_has_patched(gateway: Gateway, vllm_fleet: VLLMFleet) -> None:
-    """What patches the checkpoint is SkyRL's own server, and this one is vLLM's: it does not know the fetch."""
-    trainer, local = SkyRL(gateway.base_urls(), vllm_fleet.folder / "local"), vllm_fleet.folder / "local"
-    with pytest.raises(httpx.HTTPStatusError, match="404"):
-        asyncio.run(trainer.send(1, "s3://bucket/run"))
-    url = gateway.base_urls()[0]
-    init = {"init_info": {"local_checkpoint_dir": str(local)}}
-    httpx.post(f"{url}/init_weight_transfer_engine", json=init, timeout=30)
-    save_weights(local / "weights", weights(3))
-    update = {"update_info": {"target_version": 2, "version": 2, "sync_dir": "s3://bucket/run"}}
-    answer = httpx.post(f"{url}/update_weights", json=update, timeout=60)
-    assert answer.status_code == 200, answer.text
-    first, second = tokens(gateway, vllm_fleet)
-    assert first == second

@@ -284,11 +284,11 @@ def test_trace_holds_what_the_plan_says_or_the_plan_is_refused(bench: Bench, row
     bench.holds(row)
 
 
-@pytest.mark.parametrize(("discrete", "contents", "ranks"), MATRIX)
-def test_step_2_of_the_selected_ranks(bench: Bench, discrete: bool, contents: str, ranks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("contents", "ranks"), MATRIX)
+def test_step_2_of_the_selected_ranks(bench: Bench, contents: str, ranks: tuple[int, ...]) -> None:
     """SGLang profiles the whole group; of rank 1 alone, only the trace of the second node is reported."""
     replica, window = bench.selected(contents, ranks)
-    plan = torch_plan(*CONTENTS[contents], discrete=discrete, ranks=ranks, window=window)
+    plan = torch_plan(*CONTENTS[contents], ranks=ranks, window=window)
     plan = replace(plan, steps=frozenset({2}))
     early = bench.plane.start_profile(1, plan, replicas=[replica]).wait()
     assert conclusions(early)[f"{replica}.0"] == Skipped(Reason.STEP_NOT_SELECTED)

@@ -21,12 +21,11 @@ from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
 from schemas.commands import Pushed
 from schemas.errors import CommandFailed
-from schemas.events import Answer, EngineCall, EngineReturned, Load
+from schemas.events import Answer, EngineReturned
 from schemas.outcomes import Failed
 from schemas.reports import SyncReport
 from schemas.wire import encode
 from tests.engines.tiny_fleet import TinyFleet, model, push
-from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import digest, save, weights
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
@@ -64,18 +63,6 @@ async def fleet(folder: Path) -> AsyncIterator[Fleet]:
         (await made.sync(1, 1, 0, 1)).raise_for_failures()
         yield made
     assert list(verify(RunLog.read(folder / "run.db"))) == []
-
-
-async def test_each_replica_serves_what_the_trainer_pushed_once_its_label_is_seen(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as pushed:
-        report = await pushed.sync(2, 20, 0, 1)
-        report.raise_for_failures()
-        assert (report.status, report.loaded) == ("committed", (0, 1))
-        for replica in (0, 1):
-            held = pushed.held(replica)
-            assert (held.label, held.digest) == ("step 20", digest(weights(model(20))))
-            assert pushed.agents[replica].state.engine.version == 2
-            assert await pushed.generates_on(replica) is not None
 
 
 async def test_weights_that_are_still_written_are_not_committed_though_the_label_is_seen(tmp_path: Path) -> None:
@@ -129,19 +116,6 @@ async def test_a_late_joiner_takes_the_checkpoint_beside_the_push(tmp_path: Path
             held = pushed.held(2)
             assert (held.label, held.digest) == ("step 2", digest(weights(model(2))))
             (await pushed.sync(3, 3, 0, 1, 2)).raise_for_failures()
-
-
-async def test_no_backend_is_asked_to_load_what_is_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[EngineCall] = []
-    perform = TinyEngine.perform
-
-    async def noted(self: TinyEngine, call: EngineCall, timeout_s: float) -> object:
-        made.append(call)
-        return await perform(self, call, timeout_s)
-
-    monkeypatch.setattr(TinyEngine, "perform", noted)
-    async with fleet(tmp_path):
-        assert made and not any(isinstance(call, Load) for call in made)
 
 
 async def test_a_log_shows_an_engine_that_is_left_on_weights_with_another_label(tmp_path: Path) -> None:

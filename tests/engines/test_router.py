@@ -17,9 +17,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from controlplane import ControlPlane
 from schemas.commands import Checkpoint, WeightSync
-from schemas.config import AgentConfig, BusConfig
 from schemas.events import Observation
 from schemas.identity import Identity
 from schemas.transport.sockets import Context
@@ -34,7 +32,6 @@ from tests.waiting import until, wait_until
 from workers import router as routers
 from workers.agent import Agent
 from workers.engines.client import CallRefused
-from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
 from workers.router import RouterRegistration, may_register
 
@@ -334,41 +331,6 @@ async def test_an_agent_that_ends_does_not_wait_for_an_unhealthy_worker(
     await router.until(worker)
     async with placed(router, worker) as place:
         await bring(place, False)
-
-
-@pytest.mark.engine_sglang
-async def test_an_engine_is_registered_whenever_it_can_serve(
-    router: RouterProcess, worker: Worker, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A whole run: a trainer's bus, an agent, an engine that loads, sleeps and wakes, and the router."""
-    caplog.set_level(logging.INFO, "rolloutctl.router")
-    save(TinyModel(TinyConfig(), seed=1), tmp_path / "v1")
-    place = Identity(replica=0, node_rank=0)
-    quick = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=200)
-    async with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=quick, checkpoints=tmp_path) as plane:
-        tiny = TinyEngine(place, checkpoints=tmp_path, traces=tmp_path / "traces")
-        config = AgentConfig(hello_retry_ms=20, observe_ms=20)
-        async with (
-            Agent(bus=plane.address, identity=place, engine=tiny, state_dir=tmp_path / "state", config=config) as agent,
-            anyio.create_task_group() as tasks,
-        ):
-            tasks.start_soon(agent.run)
-            tasks.start_soon(RouterRegistration(router.url, worker.url).follow, agent)
-            await plane.wait_for_agents(1)
-            first = await router.until(worker)
-            (await plane.pause()).raise_for_failures()
-            (await plane.resume()).raise_for_failures()
-            (await plane.sync_weights(1, Checkpoint("v1"), content=True)).raise_for_failures()
-            assert agent.state.engine.version == 1
-            assert await router.until(worker) == first
-            (await plane.sleep()).raise_for_failures()
-            await router.until(worker, there=False)
-            (await plane.wake()).raise_for_failures()
-            assert await router.until(worker) != first
-            tasks.cancel_scope.cancel()
-    assert router.workers(worker) == {}
-    lines = [f"router {router.url}: {verb} {worker.url}" for verb in ("add", "remove")]
-    assert logged(caplog, logging.INFO) == [*lines, *lines]
 
 
 # --- routers that fail ------------------------------------------------------------------------------------------------

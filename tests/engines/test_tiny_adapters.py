@@ -1,4 +1,4 @@
-"""LoRA adapters on the tiny engine: what requests get, and a fleet of two that a trainer syncs them to."""
+"""Adapters on the tiny engine: what requests get. tests/trainers/test_gateway_adapters.py syncs them to a fleet."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,23 +9,18 @@ import pytest
 import torch
 from anyio import to_thread
 
-from controlplane import ControlPlane
 from schemas.commands import AdapterVersion, Checkpoint
-from schemas.config import AgentConfig, BusConfig
 from schemas.errors import CheckpointError, EngineError, RefusedError
 from schemas.events import CheckAdapter, Flush, Load, LoadAdapter, Resume, UnloadAdapter
 from schemas.identity import Identity
 from schemas.safetensors.manifest import build_manifest
 from tests.engines.tiny_lora import PROMPT, expected, lora
 from tests.waiting import until
-from workers.agent import Agent
 from workers.engines.tiny.engine import TinyEngine
 from workers.engines.tiny.model import TinyConfig, TinyModel, save, save_adapter
 from workers.engines.tiny.server import Completion, TinyClient
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
-
-QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=40, retransmit_ms=500)
 
 
 def write(folder: Path, number: int) -> AdapterVersion:
@@ -48,9 +43,6 @@ async def running(
 
 def greedy(client: TinyClient, model: str = "") -> Completion:
     return client.generate([PROMPT], 8, 0.0, model)[0]
-
-
-# --- the engine -------------------------------------------------------------------------------------------------------
 
 
 async def test_each_request_gets_the_adapter_that_it_names_and_others_the_base(tmp_path: Path) -> None:
@@ -118,74 +110,3 @@ def test_an_adapter_is_not_saved_over_another(tmp_path: Path) -> None:
     write(tmp_path, 1)
     with pytest.raises(FileExistsError, match="no adapter is ever replaced"):
         write(tmp_path, 1)
-
-
-# --- a fleet ----------------------------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def replica(
-    folder: Path, plane: ControlPlane, number: int, places: int | None = None
-) -> AsyncIterator[TinyClient]:
-    """An agent with its engine, once it is ready."""
-    async with running(folder, number, places) as (engine, client):
-        agent = Agent(
-            bus=plane.address,
-            identity=Identity(replica=number, node_rank=0),
-            engine=engine,
-            state_dir=folder / "state",
-            config=AgentConfig(hello_retry_ms=20, observe_ms=20),
-        )
-        async with agent, anyio.create_task_group() as tasks:
-            tasks.start_soon(agent.run)
-            with anyio.fail_after(30):
-                await agent.wait_ready()
-            yield client
-            tasks.cancel_scope.cancel()
-
-
-async def test_versions_are_committed_on_all_replicas_and_one_that_is_launched_again_has_them_before_it_is_ready(
-    tmp_path: Path,
-) -> None:
-    base = TinyModel(TinyConfig(), 7)
-    plain = expected(base, None)
-    a, b = (tmp_path / write(tmp_path, number).path for number in (1, 2))
-    save_adapter(lora(1), 1.0, tmp_path / "adapters/3")  # the bytes of the first one again
-    async with (
-        ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK, checkpoints=tmp_path) as plane,
-        replica(tmp_path, plane, 0) as first,
-    ):
-        async with replica(tmp_path, plane, 1) as second:
-            for path, directory in (("adapters/1", a), ("adapters/2", b), ("adapters/3", a)):
-                report = await plane.sync_adapter("policy", None, path)
-                assert (report.status, report.loaded) == ("committed", (0, 1))
-                served = plane.adapters()["policy"]
-                assert served.replicas == (0, 1)
-                for client in (first, second):
-                    assert greedy(client, served.model).tokens == expected(base, directory)
-                    assert greedy(client).tokens == plain
-        async with replica(tmp_path, plane, 1) as again:
-            assert again.describe().adapters == {"policy-v2": "adapters/2", "policy-v3": "adapters/3"}
-            assert greedy(again, "policy-v3").tokens == expected(base, a)
-        await plane.drop_adapter("policy")
-        await until(lambda: not first.describe().adapters)
-
-
-async def test_a_full_engine_unloads_what_is_no_longer_wanted_before_it_refuses_a_sync(tmp_path: Path) -> None:
-    for number in (1, 2, 3):
-        write(tmp_path, number)
-    async with (
-        ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK, checkpoints=tmp_path) as plane,
-        replica(tmp_path, plane, 0, places=2) as client,
-        anyio.create_task_group() as tasks,
-    ):
-        assert (await plane.sync_adapter("policy", 1, "adapters/1", keep=1)).loaded == (0,)
-        await plane.pause("keep")
-        tasks.start_soon(to_thread.run_sync, greedy, client, "policy-v1")
-        await until(lambda: client.describe().waiting == 1)
-        assert (await plane.sync_adapter("policy", 2, "adapters/2", keep=1)).loaded == (0,)
-        assert client.describe().adapters == {"policy-v1": "adapters/1", "policy-v2": "adapters/2"}, "it is still used"
-        await plane.resume()  # the agent goes on waiting: it would unload by itself in five seconds
-        report = await plane.sync_adapter("policy", 3, "adapters/3", keep=1)
-        assert (report.status, report.loaded) == ("committed", (0,)), report
-        assert "policy-v1" not in (client.describe().adapters or {}) and not requests(client)

@@ -5,7 +5,6 @@ import re
 import signal
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
@@ -133,22 +132,6 @@ def test_a_probe_finds_it_ready_while_requests_may_come(served: Served, tmp_path
     with Node(f"ipc://{tmp_path}/no-bus", tmp_path, 0, 1, "--metrics-port", "0") as alone:
         wait_until(lambda: "metrics at" in alone.output)
         assert ready(alone) == 503
-
-
-@pytest.mark.xdist_group("served")
-def test_the_status_says_how_many_requests_run_and_wait(served: Served) -> None:
-    def requests() -> object:
-        status = json.loads(typed("status", "--json", "--bus", served.plane.address).stdout)
-        return [line["requests"] for line in status["agents"]]
-
-    with ThreadPoolExecutor() as pool:
-        wait_until(lambda: requests() == [{"type": "request_counts", "running": 0, "waiting": 0}])
-        served.plane.pause().wait().raise_for_failures()
-        held = [pool.submit(TinyClient(served.front).generate, [[3]], 4) for _ in range(2)]
-        wait_until(lambda: requests() == [{"type": "request_counts", "running": 0, "waiting": 2}])
-        served.plane.resume().wait().raise_for_failures()
-        assert all(len(request.result(60)[0].tokens) == 4 for request in held)
-        wait_until(lambda: requests() == [{"type": "request_counts", "running": 0, "waiting": 0}])
 
 
 def test_killed_and_started_again_it_serves_nothing_but_the_newest_weights(plane: ControlPlane, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from controlplane import ControlPlane
 from controlplane.record.log import RunLog
 from controlplane.report.collect import collect
 from controlplane.report.verdict import verdict
-from schemas.commands import Checkpoint, Finish, ProfileCommand, ProfilePlan, Schedule
+from schemas.commands import Finish, ProfileCommand, ProfilePlan, Schedule
 from schemas.config import AgentConfig, BusConfig
 from schemas.fault_plan import read_plan
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
@@ -23,7 +23,6 @@ from schemas.reports import Report
 from tests.running import environment, python
 from tests.unit.rank_sessions import operators, read, stages
 from tests.waiting import wait_until
-from workers.engines.tiny.model import TinyConfig, TinyModel, save
 from workers.engines.tiny.server import TinyClient
 from workers.profilers import TrainingRank
 
@@ -171,24 +170,6 @@ def test_a_step_of_the_plane_profiles_ranks_by_configuration(fleet: Fleet) -> No
     ]
     for trace in traces.values():
         assert [stage for stage in stages(trace) if "#" not in stage] == ["step 5 mini-batch 1"]
-
-
-def test_training_ranks_skip_commands_for_engines(fleet: Fleet) -> None:
-    save(TinyModel(TinyConfig(), seed=1), fleet.folder / "v1")
-    skips = {"actor.0": Skipped(Reason.NOT_AN_ENGINE), "actor.1": Skipped(Reason.NOT_AN_ENGINE)}
-    for report in (fleet.plane.pause().wait(), fleet.plane.resume().wait()):
-        assert report.acted == ("0.0",) and by_agent(report).items() >= skips.items()
-    synced = fleet.plane.sync_weights(1, Checkpoint("v1")).wait()
-    assert synced.status == "committed" and synced.loaded == (0,)
-    for phase in synced.phases:
-        assert by_agent(phase).items() >= skips.items()
-
-
-def test_a_plan_that_cannot_be_honoured_is_reported_before_the_first_step(fleet: Fleet) -> None:
-    check = ProfileCommand(action="check", step=0, roles={"actor": ProfilePlan(tool="npu")})
-    outcome = by_agent(fleet.plane.publish(check).wait())["actor.1"]
-    assert isinstance(outcome, Failed) and outcome.error is ErrorKind.UNSUPPORTED
-    assert "torch_npu is not installed" in outcome.message
 
 
 def test_a_rank_that_stops_loses_an_answer_and_dies_by_plan_is_missing_and_the_step_goes_on(fleet: Fleet) -> None:

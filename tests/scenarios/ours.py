@@ -1,7 +1,5 @@
 """Our controller on the stage: the real machines in the simulated cluster, scripted to the ms, without weather."""
 
-from random import Random
-
 from msgspec.structs import replace
 
 from controlplane.machine.events import Conclude, SyncRequested
@@ -43,10 +41,11 @@ class Stage(World):
                 slots.append(slot)
         return slots
 
-    def _draw_engines(self, rng: Random) -> None:
+    def _draw_engines(self, slots: list[Slot]) -> None:
         """Each engine shows all that it does, and no answer is lost, unless the scenario says so."""
-        for engine in self.engines:
-            engine.label = LAUNCH_LABEL
+        for slot in slots:
+            if slot.engine is not None:
+                slot.engine.label = LAUNCH_LABEL
 
     def _stage_engine(self, slot: Slot) -> StageEngine:
         def kill(text: str) -> None:

@@ -104,11 +104,6 @@ def test_the_weight_version_of_each_replica_is_a_counter(seen: Seen, replica: in
     assert {row["name"] for row in counters} == {f"replica {replica} weight version value"}
 
 
-def test_samples_by_staleness_are_counters_of_the_bus(seen: Seen) -> None:
-    counters = [(row["name"], row["value"]) for row in seen.counters if row["process"].startswith("bus")]
-    assert sorted(counters) == [(f"samples {kind} value", 1) for kind in ("0 behind", "1 behind", "refused")]
-
-
 def test_an_arrow_leads_from_each_command_to_each_decision(seen: Seen) -> None:
     issued = [row["name"] for row in seen.slices if row["name"].startswith("issue ")]
     issued.remove("issue (seq 1)")  # the start of the epoch, before any agent

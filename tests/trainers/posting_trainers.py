@@ -8,7 +8,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -87,19 +87,9 @@ class PrimeRL:
 
 
 class AdminPlane(PrimeRL):
-    """prime-rl's newer client, 009c0303, `src/prime_rl/orchestrator/clients.py`: `AdminPlane`, `load_lora_adapter`.
-
-    `initialize_nccl` passes over each status of a refusal in silence, and not only over a 404.
-    """
+    """prime-rl's newer client, 009c0303, `src/prime_rl/orchestrator/clients.py`: `AdminPlane`, `load_lora_adapter`."""
 
     more: Mapping[str, object] = {"version_uid": None}
-
-    async def initialize_nccl(self, host: str, port: int, ranks: int) -> None:
-        async with self._clients() as clients:
-            for offset, client in enumerate(clients):
-                body = {"host": host, "port": port, "rank_offset": offset, "inference_world_size": ranks, "timeout": 60}
-                with suppress(httpx.HTTPStatusError):
-                    await self._post(client, "/init_broadcaster", json={**body, "quantize_in_weight_transfer": False})
 
 
 class DynamoAdmin:

@@ -154,23 +154,6 @@ def test_prime_rl_tries_again_until_its_files_are_there(lora_run: LoRAFleet) -> 
     assert lora_run.serves(NAME, 1) and lora_run.adapter_syncs() == [(NAME, "committed", (0, 1))]
 
 
-def test_a_time_out_of_prime_rl_joins_the_sync_of_its_adapter(lora_run: LoRAFleet) -> None:
-    for gated in lora_run.fleet.engines:
-        gated.may_load.clear()
-    trainer = PrimeRL(lora_run.urls, timeout_s=0.5)
-
-    async def update() -> None:
-        updating = asyncio.create_task(trainer.update_weights(lora_run.write("step_1", 1), NAME))
-        await until(lambda: len(trainer.attempts) >= 4)
-        for gated in lora_run.fleet.engines:
-            gated.may_load.set()
-        await updating
-
-    asyncio.run(update())
-    assert ("/load_lora_adapter", "ReadTimeout") in trainer.attempts
-    assert lora_run.serves(NAME, 1) and lora_run.adapter_syncs() == [(NAME, "committed", (0, 1))]
-
-
 def test_prime_rl_is_told_in_its_error_why_an_adapter_is_refused_and_the_old_one_serves_on(
     lora_run: LoRAFleet,
 ) -> None:
@@ -188,12 +171,6 @@ def test_prime_rl_is_told_in_its_error_why_an_adapter_is_refused_and_the_old_one
 # --- SkyRL: one directory, which it overwrites ------------------------------------------------------------------------
 
 
-def test_skyrl_is_told_why_an_adapter_in_memory_is_refused(lora_run: LoRAFleet) -> None:
-    body = {"lora_name": "skyrl-lora", "in_memory": True}
-    answer = HTTP.post(f"{lora_run.urls[0]}/skyrl/v1/load_lora_adapter", json=body)
-    assert answer.status_code == 400 and "lora.sync_mode=disk" in answer.json()["error"]["message"]
-
-
 # --- AReaL: a name for each version, and its directory is removed after the load --------------------------------------
 
 
@@ -208,20 +185,6 @@ def test_the_newest_version_of_areal_is_not_unloaded_alone(ports: LoRAFleet) -> 
     asyncio.run(trainer.update_adapter("lora", 1, ports.run / "v1", partial(ports.write, "v1", 1)))
     answer = HTTP.post(f"{ports.urls[0]}/unload_lora_adapter", json={"lora_name": "lora-v1"})
     assert answer.status_code == 409 and "Unload lora to drop the adapter" in answer.json()["message"]
-
-
-def test_areal_is_told_why_in_its_error_and_a_request_for_what_was_refused_is_404(ports: LoRAFleet) -> None:
-    trainer = AReaL(ports.fleet.addresses)
-    asyncio.run(trainer.update_adapter("lora", 1, ports.run / "v1", partial(ports.write, "v1", 1)))
-    with pytest.raises(RuntimeError, match="r 5"):
-        asyncio.run(trainer.update_adapter("lora", 2, ports.run / "v2", partial(broken_adapter, ports, "v2")))
-    assert ports.ask(0, "lora-v2", "lora_path").status_code == 404
-    assert ports.serves("lora-v1", 1, field="lora_path") and ports.ask(0, "").status_code == 200
-
-
-def broken_adapter(fleet: LoRAFleet, path: str) -> None:
-    config = fleet.write(path, 1) / "adapter_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "r": 5}))
 
 
 # --- where a version is, and where it is not --------------------------------------------------------------------------

@@ -267,15 +267,6 @@ def test_clients_that_go_in_the_middle_of_a_request_make_no_replica_suspect(
         assert HTTP.post(f"{fleet.urls[0]}/generate", json={}).status_code == 200
 
 
-def test_a_trainer_that_asks_one_replica_moves_the_whole_fleet(fleet: GatewayFleet) -> None:
-    body = {"model_path": str(fleet.write("v1", 1))}
-    answer = HTTP.post(f"{fleet.urls[1]}/update_weights_from_disk", json=body, timeout=30)
-    assert answer.status_code == 200 and "committed" in answer.json()["message"]
-    assert fleet.digests() == [digest_of(1)] * 2
-    late = HTTP.post(f"{fleet.urls[0]}/update_weights_from_disk", json=body, timeout=30)
-    assert late.json() == answer.json() and len(fleet.syncs()) == 1
-
-
 def test_an_update_waits_for_replicas_that_never_joined(tmp_path: Path) -> None:
     with gateway_fleet(tmp_path, joined=1, moment_s=0.05) as fleet, ThreadPoolExecutor() as pool:
         body = {"model_path": str(fleet.write("v1", 1))}

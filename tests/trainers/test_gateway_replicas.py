@@ -76,16 +76,6 @@ def test_a_cause_that_passes_is_tried_again_and_one_that_lasts_is_not(
         assert lasts.status_code == 409 and "retry-after" not in lasts.headers and "source_refused" in lasts.text
 
 
-def test_with_a_quorum_of_one_a_fleet_of_two_goes_on_with_the_replica_that_can_load(
-    tmp_path: Path, servers: list[HttpServer]
-) -> None:
-    roots = [tmp_path / "run", tmp_path / "elsewhere"]
-    engines = [server.url for server in servers]
-    with gateway_fleet(tmp_path, engines=engines, roots=roots, quorum=1) as fleet:
-        asyncio.run(PrimeRL(fleet.urls).update_weights(fleet.write("step_1", 1)))
-        assert fleet.syncs() == [("committed", (0,))]
-
-
 def test_a_replica_that_comes_back_after_its_checkpoint_was_removed_waits_for_the_next_update(
     tmp_path: Path, servers: list[HttpServer]
 ) -> None:

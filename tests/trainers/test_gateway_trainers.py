@@ -69,17 +69,6 @@ def test_a_time_out_of_prime_rl_joins_the_sync_that_is_under_way(fleet: GatewayF
     assert fleet.syncs() == [("committed", (0, 1))] and fleet.generates_on() == [1, 1]
 
 
-def test_prime_rl_over_nccl_is_refused_with_what_to_set(fleet: GatewayFleet) -> None:
-    trainer = AdminPlane(fleet.urls)
-    asyncio.run(trainer.initialize_nccl("host", 29500, 2))
-    assert trainer.attempts == [("/init_broadcaster", "400")] * 2
-    with pytest.raises(httpx.HTTPStatusError):
-        asyncio.run(trainer.update_weights(None))
-    assert [status for path, status in trainer.attempts if path == "/update_weights"][0] == "400"
-    answer = HTTP.post(f"{fleet.urls[0]}/update_weights", json={"weight_dir": None})
-    assert "filesystem" in answer.json()["message"] and fleet.syncs() == []
-
-
 # --- what Dynamo and smg serve ----------------------------------------------------------------------------------------
 
 
@@ -206,15 +195,6 @@ def test_a_restarted_gateway_goes_on_with_skyrls_delta_from_the_log(
         fleet.write("local/weights", 2)
         asyncio.run(trainer.send(2, "s3://bucket/run"))
     assert fleet.syncs() == [("committed", (0, 1))] * 2 and fleet.digests() == [digest_of(2)] * 2
-
-
-def test_skyrl_over_nccl_is_refused_before_it_begins(fleet: GatewayFleet, servers: list[HttpServer]) -> None:
-    init = {"init_info": {"master_address": "127.0.0.1", "master_port": 5000, "rank_offset": 1, "world_size": 3}}
-    answer = HTTP.post(f"{fleet.urls[0]}/init_weight_transfer_engine", json=init)
-    assert answer.status_code == 400 and "delta" in answer.json()["message"]
-    answer = HTTP.post(f"{fleet.urls[0]}/collective_rpc", json={"method": "update_weights_nccl"})
-    assert answer.status_code == 400 and "skyrl_start_weight_update" in answer.json()["message"]
-    assert servers[0].requests == []
 
 
 # --- slime and miles --------------------------------------------------------------------------------------------------

@@ -5,11 +5,8 @@ from msgspec.structs import replace
 
 from controlplane.analysis.invariants import verify
 from controlplane.machine.adapters import oldest_adapter
-from controlplane.machine.coordinator import CoordinatorState, decide
-from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent
 from controlplane.machine.fleet_view import FleetView
 from controlplane.machine.versions import VERSION_MAX
-from controlplane.record.entries import LogEntry
 from schemas.agent_status import AgentStatus
 from schemas.commands import (
     AdapterDrop,
@@ -24,31 +21,9 @@ from schemas.commands import (
 from schemas.outcomes import Acted, Reason, Skipped
 from schemas.wire import MAX_BYTES, Snapshot, encode
 from tests.unit.fleets import DONE, NO, Coordinator
+from tests.unit.test_report import Recorded
 
 ALREADY = Skipped(Reason.ALREADY)
-
-
-def entry(position: int, event: CoordinatorEvent, effects: tuple[CoordinatorEffect, ...]) -> LogEntry:
-    kind = str(event.__struct_config__.tag)
-    return LogEntry(
-        position=position,
-        at_ns=1,
-        agent="",
-        kind=kind,
-        journal="",
-        number=0,
-        event=encode(event),
-        effects=encode(effects),
-    )
-
-
-def log_of(bus: Coordinator) -> list[LogEntry]:
-    """The log of a bus from its beginning."""
-    state, log = CoordinatorState(), []
-    for position, event in enumerate(bus.history, 1):
-        state, effects = decide(state, event)
-        log.append(entry(position, event, effects))
-    return log
 
 
 def version(number: int, name: str = "policy", path: str = "") -> AdapterVersion:
@@ -76,8 +51,8 @@ def report(
     bus.status(name, status, seq=bus.state.seq)
 
 
-def fleet() -> Coordinator:
-    bus = Coordinator("0.0", "1.0")
+def fleet() -> Recorded:
+    bus = Recorded("0.0", "1.0")
     serving(bus)
     return bus
 
@@ -315,7 +290,7 @@ def test_a_bus_that_closes_aborts_every_sync_and_its_log_is_in_order() -> None:
         "abort"
     ] * 2
     bus.open()
-    assert [str(found) for found in verify(log_of(bus))] == []
+    assert [str(found) for found in verify(bus.entries)] == []
 
 
 def test_a_path_comes_again_after_64_versions_and_a_log_in_which_it_comes_sooner_is_not_in_order() -> None:
@@ -328,7 +303,7 @@ def test_a_path_comes_again_after_64_versions_and_a_log_in_which_it_comes_sooner
     bus.sync(66, adapter="policy", path="policy/1")
     bus.answer(a0_0=DONE, a1_0=DONE)
     assert isinstance(bus.published[0], AdapterSync) and bus.published[0].phase == "load"
-    log = log_of(bus)
+    log = bus.entries
     assert [str(found) for found in verify(log)] == []
     sooner = [replace(line, effects=Raw(bytes(line.effects).replace(b"policy/65", b"policy/64"))) for line in log]
     assert {found.invariant for found in verify(sooner)} == {"I14"}

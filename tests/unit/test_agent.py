@@ -44,7 +44,6 @@ from tests.unit.small_bus import (
     FLUSH,
     PAUSE,
     PRIMARY,
-    RESUME,
     SECOND,
     STRANGER,
     Bus,
@@ -52,7 +51,6 @@ from tests.unit.small_bus import (
     Run,
     reaches,
     recorded,
-    running,
 )
 from workers.agent import Agent
 
@@ -60,22 +58,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 
 # Commands
-
-
-async def test_primary_acts_and_another_node_skips(
-    bus: Bus, context: Context, engine: Engine, tmp_path: Path, joined: Run
-) -> None:
-    idle = Engine()
-    async with joined() as agent:
-        bus.publish(PAUSE)
-        assert await bus.outcome(1) == wire.CommandOutcome(outcome=Acted(calls=("pause",)), rule=10)
-        assert engine.calls == [Pause("abort")]
-    async with running(bus, context, idle, tmp_path, SECOND) as agent:
-        await bus.admit()
-        await reaches(agent, lambda state: state.joined)
-        bus.publish(RESUME)
-        assert await bus.outcome(2) == wire.CommandOutcome(outcome=Skipped(Reason.NOT_PRIMARY), rule=6)
-        assert idle.calls == []
 
 
 async def test_a_skip_is_logged_at_debug_only(bus: Bus, joined: Run, caplog: pytest.LogCaptureFixture) -> None:
@@ -87,28 +69,6 @@ async def test_a_skip_is_logged_at_debug_only(bus: Bus, joined: Run, caplog: pyt
     assert [record.levelname for record in caplog.records if "not_primary" in record.getMessage()] == ["DEBUG"]
 
 
-async def test_a_command_that_arrives_again_is_answered_again_and_not_carried_out_again(
-    bus: Bus, engine: Engine, run: Run
-) -> None:
-    async with run():
-        await bus.admit()
-        bus.publish(PAUSE)
-        first = await bus.outcome(1)
-        bus.say(wire.Replay(records=(bus.record(1, PAUSE),)))
-        assert await bus.outcome(1) == first
-        assert len(engine.calls) == 1
-
-
-async def test_a_hole_is_requested_and_filled_in_order(bus: Bus, engine: Engine, joined: Run) -> None:
-    async with joined():
-        bus.publish(PAUSE, seq=3)
-        assert (await bus.next(wire.ResendRequest)).first == 1
-        bus.say(wire.Replay(records=(bus.record(1, FLUSH), bus.record(2, FLUSH))))
-        for seq in (1, 2, 3):
-            assert isinstance((await bus.outcome(seq)).outcome, Acted)
-        assert [type(call).__name__ for call in engine.calls] == ["Flush", "Flush", "Pause"]
-
-
 async def test_pages_of_replay_are_requested_until_nothing_is_missing(bus: Bus, joined: Run) -> None:
     async with joined(SECOND):
         bus.seq = 3
@@ -117,27 +77,6 @@ async def test_pages_of_replay_are_requested_until_nothing_is_missing(bus: Bus, 
             assert (await bus.next(wire.ResendRequest)).first == seq
             bus.say(wire.Replay(records=(bus.record(seq, PAUSE),)))
             await bus.outcome(seq)
-
-
-async def test_tick_ends_a_command_that_waited_for_an_engine_that_never_came(
-    bus: Bus, engine: Engine, run: Run
-) -> None:
-    engine.tokenizer = "unknown"
-    async with run():
-        await bus.admit()
-        bus.publish(PAUSE, ttl_ms=20)
-        failed = (await bus.outcome(1)).outcome
-        assert isinstance(failed, Failed) and failed.error == ErrorKind.ENGINE_NOT_READY
-
-
-async def test_command_that_waited_is_done_once_the_engine_is_up(bus: Bus, engine: Engine, run: Run) -> None:
-    engine.tokenizer = "unknown"
-    async with run() as agent:
-        await bus.admit()
-        bus.publish(PAUSE)
-        await reaches(agent, lambda state: len(state.queue) == 1)
-        engine.tokenizer = "present"
-        assert isinstance((await bus.outcome(1)).outcome, Acted)
 
 
 async def test_choices_of_the_configuration_reach_the_machine(context: Context, engine: Engine, tmp_path: Path) -> None:

@@ -34,7 +34,6 @@ from schemas.transport.async_socket import AsyncZmqSocket
 from schemas.transport.sockets import Context, agent_dealer
 from tests.attacks.proxy import HOST, proxied
 from tests.unit.small_bus import FLUSH, PAUSE, PRIMARY, RESUME, SECOND, Engine, reaches, running
-from workers.agent import Agent
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
@@ -133,22 +132,6 @@ async def test_a_late_joiner_is_brought_to_the_desired_state(tmp_path: Path, con
             with anyio.fail_after(10):
                 await agent.wait_until(lambda state: not engine.generating)
             assert agent.state.seq == 2
-
-
-async def test_a_second_agent_with_one_identity_is_turned_away_with_the_holders_name(
-    tmp_path: Path, context: Context
-) -> None:
-    # The first agent must not be given up for dead because the machine was busy for a moment.
-    quick = BusConfig(head_interval_ms=50, heartbeat_ms=40, agent_timeout_ms=2_000)
-    async with opened(tmp_path, context, config=quick) as bus, fleet(bus, context, tmp_path / "first", PRIMARY):
-        second = Agent(
-            bus=bus.address, identity=PRIMARY, engine=Engine(), state_dir=tmp_path / "second", context=context
-        )
-        async with second:
-            held = r"agent 0\.0 is running as incarnation \w+ on .*, pid \d+"
-            with anyio.fail_after(20), pytest.raises(errors.IdentityTaken, match=held):
-                await second.run()
-        assert outcomes(await bus.publish(PAUSE, ALL, 10_000)) == {"0.0": "acted"}
 
 
 async def joined(bus: Bus, dealer: zmq.Socket[bytes]) -> None:

@@ -167,6 +167,7 @@ def test_rule_8_a_primary_without_a_tokenizer_fails_and_says_where_to_look() -> 
         (sync("prepare"), Operation.LOAD),
         (sync("prepare"), Operation.PAUSE),
         (FLUSH, Operation.FLUSH),
+        (EngineCommand(operation="sleep"), Operation.SLEEP),
     ],
 )
 def test_rule_9_an_operation_that_the_engine_lacks_is_named(body: Command, lacks: Operation) -> None:

@@ -158,18 +158,3 @@ def test_with_nothing_to_end_the_desired_state_is_the_same_object() -> None:
 def test_all_nodes_of_a_replica_fold_the_same_state() -> None:
     history = (BEGIN, PAUSE, START, sync("prepare"), sync("load"), sync("commit"), RESUME, STOP)
     assert after(*history) == after(*history, identity=SECOND)
-
-
-@pytest.mark.parametrize(
-    ("desired", "serving"),
-    [
-        (Desired(), True),
-        (Desired(committed=V1, profile=ProfileSession(3, ProfilePlan())), True),
-        (Desired(generation="paused"), False),
-        (Desired(asleep=frozenset({"kv_cache"})), False),
-        (Desired(sync=PREPARED), False),
-        (Desired(committed=V1, quarantined=1), False),
-    ],
-)
-def test_when_a_replica_may_serve(desired: Desired, serving: bool) -> None:
-    assert desired.serving is serving

@@ -13,7 +13,7 @@ from schemas.agent_status import AgentStatus
 from schemas.commands import ProfileCommand
 from schemas.config import AgentConfig
 from schemas.desired import Desired
-from schemas.errors import AgentError, BusAddressError, EngineError, IdentityTaken, LogLocked
+from schemas.errors import AgentError, BusAddressError, EngineError, LogLocked
 from schemas.events import CommandReceived, Decision
 from schemas.logs import RateLimit
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
@@ -190,20 +190,6 @@ async def test_a_snapshot_that_was_asked_for_again_supersedes_no_command(bus: Bu
         engine.gate.set()
         for seq in (1, 2):
             assert isinstance((await bus.outcome(seq)).outcome, Acted)
-
-
-async def test_an_agent_whose_place_is_taken_ends(bus: Bus, context: Context, engine: Engine, tmp_path: Path) -> None:
-    agent = Agent(bus=bus.address, identity=PRIMARY, engine=engine, state_dir=tmp_path, context=context)
-
-    async def turn_away() -> None:
-        await bus.next(wire.Hello)
-        bus.say(wire.Rejoin(reason="agent 0.0 is held by another", give_up=True))
-
-    async with agent, anyio.create_task_group() as tasks:
-        tasks.start_soon(turn_away)
-        with pytest.raises(IdentityTaken, match="held by another"):
-            await agent.run()
-    assert engine.closed
 
 
 @pytest.mark.parametrize("address", ["nonsense", "tcp://127.0.0.1:99999", "tcp://", "http://127.0.0.1:5555"])

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from schemas.commands import Checkpoint, EngineCommand, ProfileCommand, WeightSync
+from schemas.commands import Checkpoint, EngineCommand, WeightSync
 from schemas.desired import Desired, Syncing
 from schemas.events import (
     Answer,
@@ -21,11 +21,10 @@ from schemas.events import (
     Started,
     Tick,
 )
-from schemas.identity import Operation
 from schemas.outcomes import ErrorKind, Failed
 from tests.unit.machines import PRESENT, PRIMARY, START, agent, command, observed, sync
 from workers.machine.decide import decide, next_deadline
-from workers.machine.readiness import in_sync, trouble
+from workers.machine.readiness import trouble
 from workers.machine.state import AgentState
 
 
@@ -101,23 +100,6 @@ def test_after_a_restart_the_engine_is_observed_before_it_is_called() -> None:
 def test_an_expired_command_is_reconciled_at_once_and_not_at_the_next_event() -> None:
     _, effects = decide(agent(), command(PAUSE, 1, ttl_ms=0))
     assert [type(effect) for effect in effects] == [Answer, Perform]
-
-
-def test_a_replica_that_cannot_load_is_paused_by_the_load_that_leaves_it_out() -> None:
-    unable = replace(PRESENT, operations=frozenset(Operation) - {Operation.LOAD})
-    load = WeightSync(phase="load", version=2, quarantine=frozenset({0}))
-    _, effects = decide(agent(seen=unable), command(load, 1))
-    assert Perform(call_id=1, call=Pause("abort")) in effects
-
-
-def test_an_engine_is_never_called_for_an_operation_that_it_lacks() -> None:
-    unable = replace(PRESENT, operations=frozenset(Operation) - {Operation.SLEEP, Operation.PROFILE})
-    state = agent(seen=unable)
-    bodies: tuple[ProfileCommand | EngineCommand, ...] = (START, EngineCommand(operation="sleep"))
-    for seq, body in enumerate(bodies, start=1):
-        state, effects = decide(state, command(body, seq))
-        assert [type(effect) for effect in effects] == [Answer]
-    assert in_sync(state)
 
 
 def test_torn_weights_stay_torn_when_a_later_call_fails_and_leaves_their_digest_unchanged() -> None:

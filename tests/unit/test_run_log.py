@@ -13,7 +13,7 @@ from controlplane.machine.events import Closed, CoordinatorEvent, CoordinatorSet
 from controlplane.record.log import RunLog
 from controlplane.replay.recorded_run import RecordedRun
 from schemas.commands import EngineCommand, Target
-from schemas.errors import ConfigError, LogCorrupt, LogError, LogLocked, ReplayDiffers, WireError
+from schemas.errors import ConfigError, LogCorrupt, LogError, ReplayDiffers, WireError
 from schemas.events import Decision, Tick
 from schemas.storage.record_file import RecordFile
 from schemas.wire import MAJOR, DecisionBatch, encode
@@ -66,11 +66,6 @@ def test_the_log_of_another_run_is_not_continued(tmp_path: Path) -> None:
         RunLog.open(tmp_path / "run.db", "other")
 
 
-def test_two_writers_at_once_are_refused(tmp_path: Path) -> None:
-    with RunLog.open(tmp_path / "run.db"), pytest.raises(LogLocked):
-        RunLog.open(tmp_path / "run.db")
-
-
 @pytest.mark.parametrize("key", ["logic", "major"])
 def test_a_log_of_other_logic_is_read_and_not_continued(tmp_path: Path, key: str) -> None:
     header = {"run": "r", "created": "1", "major": str(MAJOR), "logic": str(LOGIC), key: "99"}
@@ -102,15 +97,6 @@ def test_a_record_that_is_no_decision_is_reported_at_its_position(tmp_path: Path
     with pytest.raises(LogCorrupt) as caught:
         next(read)
     assert caught.value.position == 4
-
-
-def test_a_log_can_be_read_while_it_is_written(tmp_path: Path) -> None:
-    with RunLog.open(tmp_path / "run.db", "r") as log:
-        state, effects = decide(log.state, events()[0])
-        log.append(events()[0], effects, 1)
-        assert log.pending == 1 and list(RunLog.read(tmp_path / "run.db")) == []
-        log.commit()
-        assert [entry.kind for entry in RunLog.read(tmp_path / "run.db")] == ["opened"]
 
 
 def test_sqlite_copies_a_log_that_is_being_written(tmp_path: Path) -> None:

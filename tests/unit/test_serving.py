@@ -1,7 +1,5 @@
 """Which replicas are proven to serve: what `wait_for_agents` waits for, and what the status shows first."""
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from schemas.config import BusConfig
 from schemas.identity import Identity, RolloutMode
 from schemas.outcomes import Acted, Reason, Skipped
 from schemas.reports import FleetStatus
-from tests.processes.test_agent_process import Node
 from tests.unit.fleets import DONE, NO, NOT_PRIMARY, SECOND_US, Coordinator
 from tests.unit.small_bus import Engine
 from tests.unit.test_plane import agents
@@ -446,18 +443,6 @@ def test_replicas_and_training_ranks_are_apart_in_the_status() -> None:
 def plane(tmp_path: Path) -> Iterator[ControlPlane]:
     with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=PATIENT) as opened:
         yield opened
-
-
-def test_the_last_heartbeat_of_an_agent_that_was_just_stopped_does_not_count(
-    plane: ControlPlane, tmp_path: Path
-) -> None:
-    with Node(plane.address, tmp_path, 0, 1) as node:
-        plane.wait_for_agents(1, timeout=60).wait()
-        os.kill(node.process.pid, signal.SIGSTOP)
-        with pytest.raises(errors.AgentsMissing, match=r"0\.1 lacks: no heartbeat since the call"):
-            plane.wait_for_agents(1, timeout=0.5).wait()
-        os.kill(node.process.pid, signal.SIGCONT)
-        plane.wait_for_agents(1, timeout=60).wait()
 
 
 def test_a_paused_replica_is_waited_for_until_it_is_resumed(plane: ControlPlane, tmp_path: Path) -> None:
