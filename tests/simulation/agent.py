@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from schemas import events
 from schemas.agent_status import Clock
-from schemas.commands import DRAIN_MARGIN_MS, UnknownCommand
+from schemas.commands import DRAIN_MARGIN_MS
 from schemas.outcomes import Trace
 from schemas.transport.sockets import FRAME_BYTES_MAX
 from schemas.wire import (
@@ -43,7 +43,7 @@ from tests.simulation.adapters import GRACE_MS
 from tests.simulation.engine import Attempt
 from workers.link.frames import read_control, read_publication, read_replay
 from workers.link.heartbeat import ASKED_EVERY, status_of
-from workers.machine.decide import next_deadline
+from workers.machine.decide import decide, next_deadline
 from workers.machine.state import AgentState, is_written_first
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Process:
         state = AgentState()
         self.slot.journal = self.slot.disk.recover()
         for event, _ in self.slot.journal:
-            state, _effects = self.world.mechanisms.agent(state, event_decoder.decode(event))
+            state, _effects = decide(state, event_decoder.decode(event))
         self.state = state
         self.world.say(f"{self.peer} starts at seq {state.seq}")
         settings = events.MachineSettings(
@@ -202,7 +202,7 @@ class Process:
         if self.waits_for_disk(self.feed, event):
             return
         before = self.state
-        self.state, effects = self.world.mechanisms.agent(before, event)
+        self.state, effects = decide(before, event)
         if self.world.story is not None and (effects or self.state is not before):
             self.world.say(f"    {self.peer} {event}\n            -> {list(effects)}")
         if effects or (self.state is not before and self.state != before):
@@ -329,8 +329,6 @@ class Process:
             return
         seen = engine.observe()
         engine.shown(seen, self.slot.double)
-        if isinstance(call, events.AwaitPush) and not self.world.mechanisms.label_proves:
-            seen = replace(seen, label=call.source.label)
         busy = isinstance(call, events.AwaitIdle) and (engine.frozen or (engine.traffic and engine.generating))
         if not busy and (not isinstance(call, events.AwaitPush) or seen.label == call.source.label):
             self.looked = seen
@@ -404,7 +402,7 @@ class Process:
 
     def _use_new_key(self) -> None:
         """Dial anew with the key that its file has now; not in a sync, in which an agent that joins takes no part."""
-        if not self.new_key or (self.world.mechanisms.keys_wait and self.state.in_a_sync):
+        if not self.new_key or self.state.in_a_sync:
             return
         self.new_key, self.welcomed = False, False
         self.world.say(f"{self.peer} dials with its new key")
@@ -418,18 +416,15 @@ class Process:
 
     def watch_connections(self) -> None:
         """Dial anew the connection on which nothing comes, as `workers.link.connection` does."""
-        now, mechanisms = self.world.now, self.world.mechanisms
+        now = self.world.now
         if self.bus is None:
             return
-        if (
-            mechanisms.redial_control
-            and now - self.answered_ms > ASKED_EVERY * self.world.settings.heartbeat_ms + SILENT_MS
-        ):
+        if now - self.answered_ms > ASKED_EVERY * self.world.settings.heartbeat_ms + SILENT_MS:
             self.world.say(f"{self.peer} gets no answer and dials anew")
             self.world.abandoned.add(self.peer)
             self.welcomed = False
             self.cut()
-        elif mechanisms.redial_subscription and self.sub is not None and self._heads_stopped(now):
+        elif self.sub is not None and self._heads_stopped(now):
             self.world.say(f"{self.peer} hears no heads and subscribes anew")
             self.sub, self.published_ms = None, now
             self.world.at(self.world.rng.choice((1, 20, 400)), self.subscribe, self.wire)
@@ -495,9 +490,7 @@ class Process:
         """Renew the lease of an agent that has joined; until then the bus commands nothing here, however it answers.
         One that was replaced never does.
         """
-        if self.world.mechanisms.lease_of_members and (not self.welcomed or self.snapshot_due):
-            return
-        if epoch < self.state.epoch:
+        if not self.welcomed or self.snapshot_due or epoch < self.state.epoch:
             return
         self.heard_ms = self.world.now
         self.lease_over = False
@@ -517,7 +510,7 @@ class Process:
             return
         frames = [TOPIC_COMMAND, encode_header(epoch, origin, seq), encode(envelope)]
         if self._fits(frames):
-            self.take(read_publication(frames, envelope.run, self.clock_ms))
+            self.feed(read_publication(frames, envelope.run, self.clock_ms))
 
     def _fits(self, frames: list[bytes]) -> bool:
         """What is too large for a frame is not delivered, and the connection that it came over is cut."""
@@ -525,11 +518,6 @@ class Process:
         if not fits:
             self.cut()
         return fits
-
-    def take(self, event: events.Event) -> None:
-        unreadable = isinstance(event, events.CommandReceived) and isinstance(event.command, UnknownCommand)
-        if not (unreadable and self.world.mechanisms.drops_unreadable):
-            self.feed(event)
 
     def on_control(self, epoch: int, seq: int, message: Downward) -> None:
         if not self.alive or self.waits_for_disk(self.on_control, epoch, seq, message):
@@ -552,7 +540,7 @@ class Process:
                     assert isinstance(page, Page)
                     for event in read_replay(head, page, message.records[0].envelope.run, self.clock_ms):
                         self.world.promises.replayed(self, event)
-                        self.take(event)
+                        self.feed(event)
             case Rejoin(give_up=True):
                 self.give_up()
             case Rejoin():

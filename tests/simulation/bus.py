@@ -15,7 +15,7 @@ from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from controlplane.machine import events
-from controlplane.machine.coordinator import CoordinatorState, next_deadline
+from controlplane.machine.coordinator import CoordinatorState, decide, next_deadline
 from controlplane.machine.coordinator_state import UNKNOWN_PEER
 from schemas.agent_status import AgentStatus
 from schemas.wire import (
@@ -87,6 +87,11 @@ class Bus:
         return self.world.now * 1000 + self.clock_us
 
     @property
+    def is_replaced(self) -> bool:
+        """Whether the log takes no more records of it."""
+        return self.world.log.owner != self.life
+
+    @property
     def late_us(self) -> int:
         """How late a timer may be. With durability `disk` it waits for the turn that is being written, then its own."""
         return 1000 * (1 + 2 * self.slowest_ms) if self.world.disk else 1000
@@ -99,7 +104,7 @@ class Bus:
             self.world.promises.kept(self.world.log.records)
         state = CoordinatorState()
         for event, _ in self.world.log.records:
-            state, _effects = self.world.mechanisms.bus(state, event_decoder.decode(event))
+            state, _effects = decide(state, event_decoder.decode(event))
         self.state = state
         self.world.log.owner = self.life
         self.world.say(f"bus {self.life} opens at seq {state.seq}")
@@ -148,10 +153,10 @@ class Bus:
         state = self.state
         for event in batch:
             before = state
-            state, effects = self.world.mechanisms.bus(before, event)
+            state, effects = decide(before, event)
             if effects or (state is not before and state != before):
                 turn.append(Decision(event, state, effects))
-        if turn and self.world.mechanisms.storage_fence and self.world.log.owner != self.life:
+        if turn and self.is_replaced:
             self.die()  # it cannot write, so it must not send
             return
         if self.world.disk and any(decision.effects for decision in turn) and not opening:
@@ -169,19 +174,16 @@ class Bus:
         commit_ms = 3000 if hangs else self.world.rng.choice(COMMIT_MS)
         self.slowest_ms = max(self.slowest_ms, commit_ms)
         self.world.at(commit_ms, self._committed)
-        if not self.world.mechanisms.commit_first:
-            self._perform_all(turn)
 
     def _committed(self) -> None:
         turn, self.committing = self.committing, None
         if not self.alive or turn is None:
             return
-        if self.world.mechanisms.storage_fence and self.world.log.owner != self.life:
+        if self.is_replaced:
             self.die()
             return
         self._write(turn)
-        if self.world.mechanisms.commit_first:
-            self._perform_all(turn)
+        self._perform_all(turn)
         self.arm()
         if self.queue and self.alive:
             batch = [replace(event, at_us=self.now_us) for event in self.queue]
@@ -276,10 +278,8 @@ class Bus:
 
     def greet(self, process: Process) -> None:
         """The welcome message of the publish socket: a head."""
-        if self.alive and self.world.mechanisms.beacon:
+        if self.alive:
             self.world.at(1, self._published, process, max(1, self.state.epoch), 0, self.state.seq, None)
-        elif self.alive:
-            process.hears = True  # without heads the subscription itself has to do
 
     def beacon(self) -> None:
         """Once a second: publish the position, and find silent agents. A zombie repeats what it remembers."""
@@ -288,8 +288,7 @@ class Bus:
         self.world.at(1000, self.beacon)
         watcher.look(self)
         state = self.state
-        if self.world.mechanisms.beacon:
-            self.publish(state.epoch, 0, state.seq, None)
+        self.publish(state.epoch, 0, state.seq, None)
         if self.world.bus is not self and state.history:
             record, _ = self.world.rng.choice(state.history)
             self.publish(state.epoch, record.origin, record.seq, record.envelope)

@@ -54,8 +54,6 @@ class Slot:
         self.incarnations += 1
         if self.engine is not None and launches and (self.incarnations == 1 or self.embedded):
             self.relaunch()
-        if not self.world.mechanisms.journal:
-            self.disk.erase()
         self.process = self.new_process()
         self.process.begin()
 

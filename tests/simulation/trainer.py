@@ -89,14 +89,11 @@ class Trainer:
             return
         rng = self.world.rng
         self.world.at(1 + int(rng.expovariate(1.0 / self.pace_ms)), self.work)
-        writing = [bus for bus in self.world.buses if bus.alive and (self._may_write(bus) or rng.random() < 0.1)]
+        writing = [bus for bus in self.world.buses if bus.alive and (bus is self.world.bus or rng.random() < 0.1)]
         if writing:
             bus = rng.choice(writing)
             for _ in range(20 if rng.random() < 0.02 else 1):
                 self.ask(bus)
-
-    def _may_write(self, bus: Bus) -> bool:
-        return bus is self.world.bus or not self.world.mechanisms.storage_fence
 
     def ask(self, bus: Bus) -> None:
         if self.world.rng.random() < self.world.weather.syncs:
@@ -153,7 +150,7 @@ class Trainer:
     def hand_over(self, bus: Bus, order: CallerEvent) -> None:
         """A bus refuses what is out of bounds before its machine sees it."""
         try:
-            bus.feed(checked_order(order) if self.world.mechanisms.bounds else order)
+            bus.feed(checked_order(order))
         except CommandError:
             self.world.say(f"bus {bus.life} refuses {order!r:.200}")
 

@@ -1,7 +1,6 @@
 """Guards of the shells that their worlds must go on noticing: each is taken out, alone, and a promise breaks.
 
-The worlds of `tests.simulation.cluster` can notice none of them: their shells are other ones. A line that has changed
-has to be changed here as well.
+The worlds of `tests.simulation.cluster` can notice none of them: their shells are other ones.
 
     python -m tests.simulation.shells.test_guards NAME 0 200       # the first seed that notices
 """
@@ -89,6 +88,20 @@ GUARDS = {
         "joined = self._session is not None and self._session.snapshot.is_set()",
         "joined = True",
         24,
+    ),
+    # Nothing shows that the last command, or a resend request, was lost.
+    "head beacon": Guard(
+        "controlplane/bus/bus_loop.py",
+        "self.publisher.send_nowait([wire.TOPIC_HEAD, wire.encode_header(self.state.epoch, 0, self.state.seq), _NIL])",
+        "pass",
+        8,
+    ),
+    # A push that did not arrive counts as a load.
+    "a label proves": Guard(
+        "workers/driver.py",
+        "return observation.label == label",
+        "return True",
+        21,
     ),
     "recorded first": Guard(
         "controlplane/bus/bus_loop.py",
