@@ -69,7 +69,8 @@ def listed(promises: Promises, bus: Bus) -> str:
             held = engine.shelf.held.get(status.model)
             if held is not None and held.path == status.path and not held.garbage:
                 continue
-            _, seen_ms = world.sent.get(id(bus.told.get(process.peer)), (None, -1))
+            told = bus.told.get(process.peer)
+            seen_ms = world.sent.get((process.incarnation, told), -1) if told is not None else -1
             if not engine.shelf.lost_since(status.model, seen_ms):
                 return f"the bus lists replica {replica} for {status.model} from {status.path}, and it has {held}"
     return ""
@@ -87,7 +88,7 @@ def beat(process: Process, status: AgentStatus) -> AgentStatus:
     that was lost since the last look. The bus gets none of an agent that is cut off for good.
     """
     engine, promises = process.slot.engine, process.world.promises
-    process.world.sent[id(status)] = status, engine.shelf.seen_ms if engine is not None else -1
+    process.world.sent[process.incarnation, status] = engine.shelf.seen_ms if engine is not None else -1
     if engine is None or engine.attempt is not None or status.tokenizer != "present" or serving.misled(process):
         return status
     if process.slot.cut_off:

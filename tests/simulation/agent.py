@@ -67,6 +67,7 @@ class Process:
         self.state = AgentState()
         self.pending: list[tuple[bytes, bytes]] = []
         self.wire = 0  # number of the control connection
+        self.connection = self.world.new_connection()
         self.silent: set[str] = set()  # which of the two connections, control and pub, carries nothing any more
         self.still_read: set[int] = set()  # older connections of which the bus reads what was in flight
         self.hellos = 0
@@ -100,7 +101,7 @@ class Process:
     @property
     def peer(self) -> str:
         """Its newest connection."""
-        return f"{self.slot.name}/{self.incarnation}/{self.wire:08x}"
+        return f"{self.slot.name}/{self.incarnation}/{self.connection:010x}"
 
     @property
     def trigger(self) -> events.CommandReceived | None:
@@ -395,7 +396,7 @@ class Process:
         if self.alive:
             if self.world.rng.random() < 0.3:
                 self.still_read.add(self.wire)
-            self.wire += 1
+            self.wire, self.connection = self.wire + 1, self.world.new_connection()
             self.bus = self.sub = None
             self.hears = False
             self.world.at(self.world.rng.choice((5, 200, 1500)), self.connect)

@@ -9,29 +9,19 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
+from controlplane.bus.inbox import Inbox, connection_of
 from controlplane.machine import events
 from controlplane.machine.coordinator import CoordinatorState, decide, next_deadline
-from controlplane.machine.coordinator_state import UNKNOWN_PEER
+from controlplane.machine.coordinator_state import UNKNOWN_PEER, member_at
+from controlplane.record.log import RunLog
 from schemas.agent_status import AgentStatus
-from schemas.wire import (
-    CommandOutcome,
-    Downward,
-    Envelope,
-    Goodbye,
-    Hello,
-    Join,
-    Leave,
-    ResendRequest,
-    TimeReply,
-    Upward,
-    decode_command,
-    encode,
-)
+from schemas.wire import CommandOutcome, Downward, Envelope, TimeReply, Upward, decode_command, encode, encode_header
 from tests.simulation import watcher
 
 if TYPE_CHECKING:
@@ -71,10 +61,9 @@ class Bus:
         self.alive = True
         self.state = CoordinatorState()
         self.clock_us = world.rng.randrange(1_000_000_000)
-        self.heard: dict[str, int] = {}  # by connection on which somebody said hello
-        self.statuses: dict[str, tuple[int, AgentStatus]] = {}
+        self.inbox = Inbox(cast(RunLog, SimpleNamespace(state=self.state, recorded=lambda *_: 0)))
+        self.answered = False  # answers have arrived that are not decided yet
         self.told: dict[str, AgentStatus] = {}  # the newest that was decided, by connection, as its agent sent it
-        self.batch: list[events.PeerAnswer] = []
         self.deadline_us: int | None = None
         self.tickets = 0
         self.committing: list[Decision] | None = None  # a turn that is being written
@@ -292,62 +281,33 @@ class Bus:
         if self.world.bus is not self and state.history:
             record, _ = self.world.rng.choice(state.history)
             self.publish(state.epoch, record.origin, record.seq, record.envelope)
-        silent = self.world.now - self.world.settings.agent_timeout_ms
-        for peer, heard_ms in list(self.heard.items()):
-            if heard_ms < silent:
-                del self.heard[peer]
-                self.feed(events.PeerLost(at_us=self.now_us, peer=peer, reason="silent"))
+        self.inbox.begin_turn(self.now_us, self.world.now, state)
+        self.inbox.drop_silent(self.now_us - 1000 * self.world.settings.agent_timeout_ms)
+        self.flush()
 
     # --- receiving ----------------------------------------------------------------------------------------------------
 
     def receive(self, peer: str, message: Upward, seq: int, origin: int) -> None:
-        """Take a control message. A connection begins with a hello; from then on any message is a sign of life."""
-        if peer not in self.heard and not isinstance(message, Hello):
-            if not isinstance(message, Goodbye):
-                self.send(peer, self.state.epoch, self.state.seq, UNKNOWN_PEER)
-            return
-        self.heard[peer] = self.world.now
-        match message:
-            case CommandOutcome():
-                answer = events.PeerAnswer(
-                    peer=peer, origin=origin, seq=seq, outcome=message.outcome, rule=message.rule
-                )
-                self.batch.append(answer)
-                if len(self.batch) == 1:
-                    self.world.at(self.world.rng.randrange(2), self.flush)
-            case AgentStatus():
-                self._on_status(peer, message, seq)
-            case Hello():
-                self.statuses.pop(peer, None)  # the coordinator forgets the agent's last status
-                self.feed(events.HelloReceived(at_us=self.now_us, peer=peer, hello=message, recorded_decisions=0))
-            case Join():
-                self.feed(events.JoinReceived(at_us=self.now_us, peer=peer))
-            case ResendRequest():
-                self.feed(
-                    events.ResendRequested(at_us=self.now_us, peer=peer, first=message.first, credit=message.credit)
-                )
-            case Leave(grace_ms=grace_ms):
-                self.feed(events.LeaveRequested(at_us=self.now_us, at_ns=self.world.now, peer=peer, grace_ms=grace_ms))
-            case Goodbye():
-                self.feed(events.PeerLost(at_us=self.now_us, peer=peer, reason="left"))
-            case _:
-                pass
-
-    def _on_status(self, peer: str, status: AgentStatus, seq: int) -> None:
-        if any(answer.peer == peer for answer in self.batch):
-            self.flush()  # what arrived first is decided first
-        if not self.is_stranger(peer):
+        """Take a control message, as the real inbox reads it. Answers wait for others that are about to arrive."""
+        inbox = self.inbox
+        inbox.begin_turn(self.now_us, self.world.now, self.state)
+        inbox.receive([connection_of(peer), encode_header(self.state.epoch, origin, seq), encode(message)])
+        if inbox.take_requests()[1]:
+            self.send(peer, self.state.epoch, self.state.seq, UNKNOWN_PEER)
+        elif isinstance(message, AgentStatus) and member_at(self.state, peer) is not None:
             self.send(peer, self.state.epoch, self.state.seq, TIME_REPLY)
-        if self.statuses.get(peer) != (seq, status) or self.is_stranger(peer):
-            self.statuses[peer] = (seq, status)
-            self.feed(events.StatusReceived(at_us=self.now_us, peer=peer, seq=seq, status=status))
+        elif isinstance(message, CommandOutcome) and not self.answered:
+            self.answered = True
+            self.world.at(self.world.rng.randrange(2), self.flush)
+        taken, inbox.events = inbox.events, []
+        self.answered &= not any(isinstance(event, events.AnswersReceived) for event in taken)
+        self._take_in(taken)
 
     def flush(self) -> None:
         """Handle all answers that have arrived as one event."""
-        batch, self.batch = tuple(self.batch), []
-        if batch:
-            self.feed(events.AnswersReceived(at_us=self.now_us, answers=batch))
+        self.answered = False
+        self._take_in(self.inbox.take_events())
 
-    def is_stranger(self, peer: str) -> bool:
-        member = self.state.members.get(peer.partition("/")[0])
-        return member is None or member.peer != peer or member.state not in ("joining", "live")
+    def _take_in(self, taken: list[events.CoordinatorEvent]) -> None:
+        for event in taken:
+            self.feed(replace(event, at_us=self.now_us, at_ns=self.world.now))

@@ -70,7 +70,8 @@ class World(VirtualClock):
         self.files = Files(seed)
         self.doubled: set[str] = set()  # places that another process has claimed, with an engine of its own
         self.forgotten: set[str] = set()  # agents that can't know of a session that was open
-        self.sent: dict[int, tuple[AgentStatus, int]] = {}  # each status, with when its agent had last seen its engine
+        self.sent: dict[tuple[str, AgentStatus], int] = {}  # each status, with when its agent had last seen its engine
+        self.connections = 0
         self.lives = 0
         self.buses: list[Bus] = []
         self.bus: Bus | None = None
@@ -181,6 +182,11 @@ class World(VirtualClock):
 
     def blocked(self, slot: Slot, way: str) -> bool:
         return slot.cut_off or self.now < slot.blocked_until[way]
+
+    def new_connection(self) -> int:
+        """Return the number of another control connection."""
+        self.connections += 1
+        return self.connections
 
     def strikes(self, whom: str) -> bool:
         """Whether the process dies now. Asked between any two effects."""
