@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from controlplane.machine.coordinator import CoordinatorState
 from controlplane.machine.fleet_view import FleetView
 from schemas.agent_status import AgentStatus
 from schemas.commands import AdapterDrop, AdapterSync, AdapterVersion
 from schemas.desired import Desired
 from schemas.events import Flush, Pause, Perform, Resume, SnapshotReceived
 from schemas.identity import Identity, Operation
-from schemas.outcomes import Reason, Skipped
 from tests.simulation import leaving, serving, verdicts
 from workers.machine.lora import left
 from workers.machine.readiness import is_ready
@@ -161,33 +159,6 @@ def version(promises: Promises, new: Published) -> str:
             continue
         if before.adapter.model == adapter.model or before.adapter.path == adapter.path:
             return f"{adapter} is loaded, and {before.adapter} was"
-    return ""
-
-
-def quorum(promises: Promises, before: CoordinatorState, new: Published) -> str:
-    """A commit rests on as many replicas that loaded as were asked for."""
-    command = new.command
-    if not isinstance(command, AdapterSync) or command.phase != "commit":
-        return ""
-    sync = before.syncs.get(command.adapter.name)
-    loads = [
-        seq
-        for seq, other in promises.log.items()
-        if isinstance(other.command, AdapterSync)
-        and (other.command.phase, other.command.adapter) == ("load", command.adapter)
-    ]
-    if not loads or sync is None:
-        return f"{command.adapter.model} is committed, and no replica was asked to load it"
-    report = promises.concluded.get((promises.log[loads[-1]].origin, loads[-1]))
-    if report is None:
-        return f"{command.adapter.model} is committed before its load has ended"
-    loaded = [
-        replica
-        for replica, conclusion in verdicts.primaries(report)
-        if verdicts.followed(conclusion) or conclusion == Skipped(Reason.STALE_VERSION)
-    ]
-    if len(loaded) < verdicts.asked(sync):
-        return f"{command.adapter.model} is committed with {loaded}, the quorum is {sync.request.quorum}"
     return ""
 
 

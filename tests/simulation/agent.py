@@ -129,8 +129,6 @@ class Process:
             at_ms=self.clock_ms, identity=self.slot.identity, incarnation=self.incarnation, settings=settings
         )
         self.feed(started)
-        if self.slot.engine is not None and self.state.interrupted is not None:  # perhaps its result was not written
-            self.slot.engine.doubt(self.state.interrupted.calls[0])
         for delay, act in (
             (self.world.rng.choice((0, 30, 300)), self.look),
             (self.world.rng.choice((0, 10, 100)), self.connect),
@@ -173,14 +171,10 @@ class Process:
 
     def give_up(self) -> None:
         """The bus refuses this agent for good. Now and then somebody starts it again all the same."""
-        alone = not self.slot.double and self.world.now > self.world.doubled_until.get(self.slot.identity.unit, -1)
-        if alone and self.slot.name not in self.world.promises.ever_retired:
-            self.world.promises.broken("P3 answer", f"{self.peer} is turned away though it is alone")
-        self.world.say(f"{self.peer} is turned away for good")
         if self.slot.engine is not None:
             self.slot.engine.cut()
         self.stop()
-        self.world.at(self.world.rng.randrange(3000, 8000), self.slot.start)
+        self.slot.turn_away(self.peer)
 
     def stop(self) -> None:
         self.alive = False
@@ -208,8 +202,6 @@ class Process:
             self.world.say(f"    {self.peer} {event}\n            -> {list(effects)}")
         if effects or (self.state is not before and self.state != before):
             self.pending.append((encode(event), encode(effects)))
-        if before.stopping and any(isinstance(effect, events.Perform) for effect in effects):
-            self.world.promises.broken("P5 one effect", f"{self.peer} was asked to end, and begins {effects}")
         self.world.promises.after_agent(self, before, event, effects)
         if is_written_first(before, effects) or self.world.rng.random() < 0.3:
             self.commit()
@@ -312,14 +304,8 @@ class Process:
         if engine is None:
             self.world.promises.broken("P5 one effect", f"{self.peer} has no engine and calls it")
             return
-        self.world.promises.performing(self, perform)
-        known = self.state.engine.instance == f"launch {engine.instance}"
-        self.world.called(self.slot)
-        engine.caller = self
-        attempt, duration_ms = engine.begin(perform.call, perform.call_id, known)
+        attempt, duration_ms = self.slot.begin_call(self, perform, engine)
         self.world.at(duration_ms, self.returned, attempt)
-        if self.world.weather.hits("agent", f"in {attempt.word}") and self.world.rng.random() < 0.4:
-            self.world.at(self.world.rng.randrange(duration_ms), self.die)
 
     def read(self, perform: events.Perform, delay_ms: int) -> None:
         """Observe the engine, for as long as the machine waits for a label; as `workers.driver` does."""
