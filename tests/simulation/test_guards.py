@@ -62,7 +62,7 @@ GUARDS: Guards = {
         ),
         # An agent that started again said hello twice, and stays in the quarantine that its restart was to end.
         "hello twice": Guard(
-            "fresh=not same or (holder is not None and holder.fresh),", "fresh=not same,", 3101, "I5 quarantine"
+            "fresh=not same or (holder is not None and holder.fresh),", "fresh=not same,", 500, "I5 quarantine"
         ),
         # Two processes take turns at one place, each with an engine of its own.
         "one holder": Guard(
@@ -153,7 +153,7 @@ GUARDS: Guards = {
     },
     "controlplane/bus/callers.py": {
         # A timeout of ten billion seconds is published, and the log can't be read any more.
-        "bounds": Guard("return _order_decoder.decode(encode(order))", "return order", 10),
+        "bounds": Guard("return _order_decoder.decode(encode(order))", "return order", 10, "P3 answer"),
     },
     "workers/machine/decide.py": {
         # An agent that starts again has forgotten which calls it made.
