@@ -143,8 +143,6 @@ class Stage(World):
         bus.tickets += 1
         bus.feed(
             SyncRequested(
-                at_us=bus.now_us,
-                at_ns=self.now,
                 ticket=bus.tickets,
                 version=version,
                 source=Checkpoint(f"v{version}"),

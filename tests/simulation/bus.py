@@ -7,7 +7,6 @@ send what it has in memory until it has to write, and ends there.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -67,7 +66,7 @@ class Bus:
         self.deadline_us: int | None = None
         self.tickets = 0
         self.committing: list[Decision] | None = None  # a turn that is being written
-        self.queue: deque[events.CoordinatorEvent] = deque()
+        self.queue: list[events.CoordinatorEvent] = []
         self.slowest_ms = max(COMMIT_MS)  # the longest commit
         self.opened_at = 0  # records of the log when this life had opened
 
@@ -97,9 +96,7 @@ class Bus:
         self.state = state
         self.world.log.owner = self.life
         self.world.say(f"bus {self.life} opens at seq {state.seq}")
-        self.feed(
-            events.Opened(at_us=self.now_us, at_ns=self.world.now, run="run", settings=self.world.settings, logic=1)
-        )
+        self.feed(events.Opened(run="run", settings=self.world.settings, logic=1))
         self.opened_at = len(self.world.log.records)
         self.world.at(0, self.beacon)
 
@@ -118,29 +115,29 @@ class Bus:
 
     def close(self) -> None:
         """An orderly end."""
-        self.feed(events.Closed(at_us=self.now_us, at_ns=self.world.now))
+        self.feed(events.Closed())
         self.die()
 
     # --- the machine --------------------------------------------------------------------------------------------------
 
-    def feed(self, event: events.CoordinatorEvent) -> None:
-        """Take in an event. What arrives during a commit waits for the next turn, which takes all of it."""
-        if not self.alive:
+    def feed(self, *taken: events.CoordinatorEvent) -> None:
+        """Take events in, in one turn. What arrives during a commit waits for the next one, which takes all of it."""
+        if not (self.alive and taken):
             return
         if self.committing is not None:
-            self.queue.append(event)
+            self.queue += taken
         else:
-            self._turn([event])
+            self._turn([*taken])
 
     def _turn(self, batch: list[events.CoordinatorEvent]) -> None:
         """Decide, write all decisions to the log as one group, perform: as `Bus._turn` of the product does."""
         opening = bool(batch) and isinstance(batch[0], events.Opened)
         deadline_us = next_deadline(self.state)
         if deadline_us is not None and self.now_us >= deadline_us and not opening:
-            batch.append(events.TimerFired(at_us=self.now_us))  # last, so that what arrived in time counts
+            batch.append(events.TimerFired())  # last, so that what arrived in time counts
         turn: list[Decision] = []
         state = self.state
-        for event in batch:
+        for event in [replace(event, at_us=self.now_us, at_ns=self.world.now) for event in batch]:
             before = state
             state, effects = decide(before, event)
             if effects or (state is not before and state != before):
@@ -175,8 +172,7 @@ class Bus:
         self._perform_all(turn)
         self.arm()
         if self.queue and self.alive:
-            batch = [replace(event, at_us=self.now_us) for event in self.queue]
-            self.queue.clear()
+            batch, self.queue = self.queue, []
             self._turn(batch)
 
     def _write(self, turn: list[Decision]) -> None:
@@ -229,7 +225,7 @@ class Bus:
                 pass
 
     def unreachable(self, peer: str) -> None:
-        self.world.at(0, lambda: self.feed(events.PeerLost(at_us=self.now_us, peer=peer, reason="unreachable")))
+        self.world.at(0, lambda: self.feed(events.PeerLost(peer=peer, reason="unreachable")))
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
@@ -301,13 +297,9 @@ class Bus:
             self.world.at(self.world.rng.randrange(2), self.flush)
         taken, inbox.events = inbox.events, []
         self.answered &= not any(isinstance(event, events.AnswersReceived) for event in taken)
-        self._take_in(taken)
+        self.feed(*taken)
 
     def flush(self) -> None:
         """Handle all answers that have arrived as one event."""
         self.answered = False
-        self._take_in(self.inbox.take_events())
-
-    def _take_in(self, taken: list[events.CoordinatorEvent]) -> None:
-        for event in taken:
-            self.feed(replace(event, at_us=self.now_us, at_ns=self.world.now))
+        self.feed(*self.inbox.take_events())

@@ -136,8 +136,6 @@ class Trainer:
         self.hand_over(
             bus,
             Issued(
-                at_us=bus.now_us,
-                at_ns=self.world.now,
                 ticket=bus.tickets,
                 command=command,
                 target=target,
@@ -179,8 +177,6 @@ class Trainer:
         content = digest_of(weights_of(source))
         manifest = Manifest(tensors=1, nbytes=1, layout="l", content=content)
         order = SyncRequested(
-            at_us=bus.now_us,
-            at_ns=self.world.now,
             ticket=ticket,
             version=None if counted else version,
             source=source,
@@ -305,18 +301,18 @@ class Trainer:
     def _send_returns(self, bus: Bus, ticket: int) -> None:
         if bus.alive:
             self.world.promises.sent(bus, ticket)
-            self.hand_over(bus, SendReturned(at_us=bus.now_us, at_ns=self.world.now, ticket=ticket))
+            self.hand_over(bus, SendReturned(ticket=ticket))
 
     def _send_fails(self, bus: Bus, ticket: int) -> None:
         self.world.say(f"the trainer can't push the weights of the sync with ticket {ticket}")
-        self.hand_over(bus, SendFailed(at_us=bus.now_us, at_ns=self.world.now, ticket=ticket, reason="no"))
+        self.hand_over(bus, SendFailed(ticket=ticket, reason="no"))
 
     def retire(self, bus: Bus, place: str) -> None:
         """Take a place out of the run. The bus refuses one whose agent runs, and one that the run does not know."""
         bus.tickets += 1
         self.world.say(f"bus {bus.life} is asked to retire {place}")
         places = (place,) if self.world.rng.random() < 0.9 else (place, "77")
-        self.hand_over(bus, RetireRequested(at_us=bus.now_us, at_ns=self.world.now, ticket=bus.tickets, places=places))
+        self.hand_over(bus, RetireRequested(ticket=bus.tickets, places=places))
 
     def _version(self, again: bool) -> int:
         """The next version; or, if `again`, perhaps one that was tried before. Never one that the log has lost."""
