@@ -66,10 +66,9 @@ class Process:
         self.alive = True
         self.state = AgentState()
         self.pending: list[tuple[bytes, bytes]] = []
-        self.wire = 0  # number of the control connection
-        self.connection = self.world.new_connection()
+        self.connection = self.world.new_connection()  # number of its control connection
         self.silent: set[str] = set()  # which of the two connections, control and pub, carries nothing any more
-        self.still_read: set[int] = set()  # older connections of which the bus reads what was in flight
+        self.still_read: set[str] = set()  # older connections of which the bus reads what was in flight
         self.hellos = 0
         self.bus: Bus | None = None
         self.sub: Bus | None = None
@@ -366,12 +365,12 @@ class Process:
         self.bus = bus
         self.silent.discard("control")
         self.answered_ms = self.world.now
-        self.world.at(self.world.rng.choice((1, 20, 400)), self.subscribe, self.wire)
+        self.world.at(self.world.rng.choice((1, 20, 400)), self.subscribe, self.connection)
         if not self.welcomed:
             self.hello()
 
-    def subscribe(self, wire: int) -> None:
-        if self.alive and wire == self.wire and self.bus is not None:
+    def subscribe(self, connection: int) -> None:
+        if self.alive and connection == self.connection and self.bus is not None:
             self.silent.discard("pub")
             self.published_ms = self.world.now
             self.sub = self.bus
@@ -381,8 +380,8 @@ class Process:
         """Break both connections. What was in flight is lost, or the bus has it already and reads it late."""
         if self.alive:
             if self.world.rng.random() < 0.3:
-                self.still_read.add(self.wire)
-            self.wire, self.connection = self.wire + 1, self.world.new_connection()
+                self.still_read.add(self.peer)
+            self.connection = self.world.new_connection()
             self.bus = self.sub = None
             self.hears = False
             self.world.at(self.world.rng.choice((5, 200, 1500)), self.connect)
@@ -414,7 +413,7 @@ class Process:
         elif self.sub is not None and self._heads_stopped(now):
             self.world.say(f"{self.peer} hears no heads and subscribes anew")
             self.sub, self.published_ms = None, now
-            self.world.at(self.world.rng.choice((1, 20, 400)), self.subscribe, self.wire)
+            self.world.at(self.world.rng.choice((1, 20, 400)), self.subscribe, self.connection)
 
     def _heads_stopped(self, now: int) -> bool:
         return now - self.published_ms > HEADS_MISSED_MS and self.answered_ms > now - HEADS_MISSED_MS
@@ -423,10 +422,10 @@ class Process:
         """Send to the bus: in order, unless the connection breaks."""
         bus = self.bus
         if bus is not None and "control" not in self.silent and not self.world.blocked(self.slot, "up"):
-            self.world.in_order(self, "up", self._arrives, bus, self.wire, self.peer, message, seq, origin)
+            self.world.in_order(self, "up", self._arrives, bus, self.peer, message, seq, origin)
 
-    def _arrives(self, bus: Bus, wire: int, peer: str, message: Upward, seq: int, origin: int) -> None:
-        if (wire == self.wire or wire in self.still_read) and bus.alive and not self.world.blocked(self.slot, "up"):
+    def _arrives(self, bus: Bus, peer: str, message: Upward, seq: int, origin: int) -> None:
+        if (peer == self.peer or peer in self.still_read) and bus.alive and not self.world.blocked(self.slot, "up"):
             self.world.promises.judge("P10 closed", watcher.key(self, message))
             bus.receive(peer, message, seq, origin)
 

@@ -243,10 +243,10 @@ class Bus:
             if peer not in self.world.abandoned:  # else the bus can't tell
                 self.unreachable(peer)
         elif "control" not in process.silent and not self.world.blocked(process.slot, "down"):
-            self.world.in_order(process, "down", self._arrives, process, process.wire, epoch, seq, message)
+            self.world.in_order(process, "down", self._arrives, process, peer, epoch, seq, message)
 
-    def _arrives(self, process: Process, wire: int, epoch: int, seq: int, message: Downward) -> None:
-        if wire == process.wire and not self.world.blocked(process.slot, "down"):
+    def _arrives(self, process: Process, peer: str, epoch: int, seq: int, message: Downward) -> None:
+        if peer == process.peer and not self.world.blocked(process.slot, "down"):
             process.on_control(epoch, seq, message)
 
     def publish(self, epoch: int, origin: int, seq: int, envelope: Envelope | None) -> None:

@@ -370,7 +370,7 @@ def _adapted(bus: Bus, view: FleetView) -> Iterator[str]:
 def key(process: Process, message: Upward) -> str:
     """P10: the key of an agent lets it send what agents send, in its own name only."""
     place = process.slot.identity
-    places = ((), (place.agent,), (str(place.unit),), ("77", place.agent))[place.node_rank + process.wire & 3]
+    places = ((), (place.agent,), (str(place.unit),), ("77", place.agent))[place.node_rank + process.connection & 3]
     grant = Grant(name="key", role="agent", places=places)
     if refused := refusal(grant, message, place.agent):
         return f"{process.peer} may not send {message}: {refused}"
