@@ -49,9 +49,8 @@ IDLES: Final = (events.Pause, events.Resume, events.Sleep, events.Wake, events.L
 """Calls that a broken engine says it has carried out, and has not."""
 LOST: Final = "unanswered"
 """Kind of the fault of a call whose answer was lost."""
-WINDOWS_END: Final = 0.5
-"""Share of sessions with a window that an engine ends by itself, and does not show that. The tiny one shows a session
-until it is stopped."""
+WINDOWS_END: Final = 0.0
+"""Share of sessions with a window that the engine ends by itself."""
 BROADCAST: Final = "broadcast"
 """How the names of weights begin that can't be read again."""
 GROUP_MS: Final = 5000
@@ -538,7 +537,7 @@ class Engine:
         if self.caller is not None and self.caller.slot.cut_off:
             self.forgotten = self.session_step
             self.caller.world.forgotten.add(self.caller.slot.name)
-        window = call.session.plan.window is not None and self.kind != "tiny" and self.closing.random() < WINDOWS_END
+        window = call.session.plan.window is not None and self.closing.random() < WINDOWS_END
         self.closes_ms = self.now() + self.closing.randrange(1, 6000) if window else None
         return events.Returned()
 
