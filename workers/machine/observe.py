@@ -135,8 +135,8 @@ def _with_label(engine: EngineState, observation: Observation) -> EngineState:
     """Return `engine` with the weights that the observed label stands for.
 
     A trainer chooses the labels of what it pushes, and an earlier run counted its own versions, so a number alone is no
-    version of ours: only after a load is the label that of the load, if a load gives it. Of an engine that is seen for
-    the first time, or again without a journal, only the label of its launch is believed.
+    version of ours: only after a load is the label that of the load, if it is the one that a load gives. Of an engine
+    that is seen for the first time, or again without a journal, only the label of its launch is believed.
     """
     label = observation.label
     version = engine.version if observation.version is None else observation.version
@@ -146,9 +146,9 @@ def _with_label(engine: EngineState, observation: Observation) -> EngineState:
         stale = engine.stale_cache or engine.label not in (None, label)
         return replace(engine, label=label, launch_label=engine.launch_label or label, stale_cache=stale)
     loaded, given = engine.loaded, engine.version_label
-    if given is None:
-        given = label if loaded is None else label_of(loaded) or str(loaded.version)
-    if label != given:
+    if given is None and loaded is not None and observation.version != loaded.version:
+        given = label_of(loaded) or str(loaded.version)
+    if given not in (None, label):
         return replace(engine, label=label, stale_cache=True)
     return replace(engine, label=label, version_label=label, version=version if loaded is None else engine.version)
 
