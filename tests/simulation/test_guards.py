@@ -86,7 +86,7 @@ GUARDS: Guards = {
             39,
             "P11 true",
         ),
-        "an answer is newer than a status": Guard("        state = note_shown(state, outcomes.values())\n", "", 21),
+        "an answer is newer than a status": Guard("        state = note_shown(state, outcomes.values())\n", "", 51),
     },
     "controlplane/machine/provenance.py": {
         # A trainer takes samples whatever the run knows of the weights that made them.
@@ -144,7 +144,7 @@ GUARDS: Guards = {
         ),
         # A trainer begins a sync, and forgets it: the engines stay paused.
         "a held commit expires": Guard(
-            "until_us = ended.issued_us + sync.request.timeout_ms * 1000", "until_us = 10**18", 21, "convergence"
+            "until_us = ended.issued_us + sync.request.timeout_ms * 1000", "until_us = 10**18", 92, "convergence"
         ),
         "absent waits": Guard(
             'elif sync.request.on_unreachable != "wait" and is_engine_down', "elif is_engine_down", 15
