@@ -307,7 +307,7 @@ GUARDS: Guards = {
     },
     "workers/machine/suppressed.py": {
         "lifted": Guard(
-            'lifted = command.phase == "commit" or command.version == suppressed.quarantined', "lifted = True", 136
+            'lifted = command.phase == "commit" or command.version == suppressed.quarantined', "lifted = True", 19
         ),
     },
     "workers/machine/weights.py": {
