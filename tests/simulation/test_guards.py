@@ -228,7 +228,7 @@ GUARDS: Guards = {
         "a cache that is found": Guard(
             "return replace(engine, stale_cache=given and not observation.generating)",
             "return engine",
-            699,
+            1039,
             "I1 no torn serving",
         ),
         # An engine that an agent without its journal has found paused, and that does not say so, stays paused.
