@@ -127,7 +127,7 @@ class Stage(World):
             case ["stops", "profile", number]:
                 self.trainer.issue(bus, ProfileCommand(action="stop", step=int(number)), Target(), TIMEOUT_MS)
             case ["asks", "status"]:
-                self.status = fleet_status(bus.state, bus.now_us, "log", bus.heard)
+                self.status = fleet_status(bus.state, bus.now_us, "log", bus.inbox.last_heard_us)
             case ["wakes", _]:
                 wake = EngineCommand(operation="wake", tags=frozenset({"kv_cache"}))
                 self.trainer.issue(bus, wake, Target(), TIMEOUT_MS)
@@ -142,8 +142,6 @@ class Stage(World):
         bus.tickets += 1
         bus.feed(
             SyncRequested(
-                at_us=bus.now_us,
-                at_ns=self.now,
                 ticket=bus.tickets,
                 version=version,
                 source=Checkpoint(f"v{version}"),
@@ -181,8 +179,9 @@ class Stage(World):
             case ["status", "told"]:
                 bus = self.bus
                 assert bus is not None and self.status.agents, text
-                late = [peer for peer, at_ms in bus.heard.items() if self.now - at_ms > 2 * self.settings.heartbeat_ms]
-                assert not late and len(bus.heard) == len(self.slots), f"{text}; nothing was heard of {late}"
+                heard, late_us = bus.inbox.last_heard_us, 2000 * self.settings.heartbeat_ms
+                late = [peer for peer, at_us in heard.items() if bus.now_us - at_us > late_us]
+                assert not late and len(heard) == len(self.slots), f"{text}; nothing was heard of {late}"
             case ["all", "ended"]:
                 assert self.bus is not None and not self.bus.state.open, text
             case [agent, "said", word]:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from controlplane.machine.coordinator import CoordinatorState
 from controlplane.machine.fleet_view import FleetView
 from schemas.agent_status import AgentStatus
 from schemas.commands import AdapterDrop, AdapterSync, AdapterVersion
 from schemas.desired import Desired
 from schemas.events import Flush, Pause, Perform, Resume, SnapshotReceived
 from schemas.identity import Identity, Operation
-from schemas.outcomes import Reason, Skipped
 from tests.simulation import leaving, serving, verdicts
 from workers.machine.lora import left
 from workers.machine.readiness import is_ready
@@ -69,7 +67,8 @@ def listed(promises: Promises, bus: Bus) -> str:
             held = engine.shelf.held.get(status.model)
             if held is not None and held.path == status.path and not held.garbage:
                 continue
-            _, seen_ms = world.sent.get(id(bus.told.get(process.peer)), (None, -1))
+            told = bus.told.get(process.peer)
+            seen_ms = world.sent.get((process.incarnation, told), -1) if told is not None else -1
             if not engine.shelf.lost_since(status.model, seen_ms):
                 return f"the bus lists replica {replica} for {status.model} from {status.path}, and it has {held}"
     return ""
@@ -87,7 +86,7 @@ def beat(process: Process, status: AgentStatus) -> AgentStatus:
     that was lost since the last look. The bus gets none of an agent that is cut off for good.
     """
     engine, promises = process.slot.engine, process.world.promises
-    process.world.sent[id(status)] = status, engine.shelf.seen_ms if engine is not None else -1
+    process.world.sent[process.incarnation, status] = engine.shelf.seen_ms if engine is not None else -1
     if engine is None or engine.attempt is not None or status.tokenizer != "present" or serving.misled(process):
         return status
     if process.slot.cut_off:
@@ -160,33 +159,6 @@ def version(promises: Promises, new: Published) -> str:
             continue
         if before.adapter.model == adapter.model or before.adapter.path == adapter.path:
             return f"{adapter} is loaded, and {before.adapter} was"
-    return ""
-
-
-def quorum(promises: Promises, before: CoordinatorState, new: Published) -> str:
-    """A commit rests on as many replicas that loaded as were asked for."""
-    command = new.command
-    if not isinstance(command, AdapterSync) or command.phase != "commit":
-        return ""
-    sync = before.syncs.get(command.adapter.name)
-    loads = [
-        seq
-        for seq, other in promises.log.items()
-        if isinstance(other.command, AdapterSync)
-        and (other.command.phase, other.command.adapter) == ("load", command.adapter)
-    ]
-    if not loads or sync is None:
-        return f"{command.adapter.model} is committed, and no replica was asked to load it"
-    report = promises.concluded.get((promises.log[loads[-1]].origin, loads[-1]))
-    if report is None:
-        return f"{command.adapter.model} is committed before its load has ended"
-    loaded = [
-        replica
-        for replica, conclusion in verdicts.primaries(report)
-        if verdicts.followed(conclusion) or conclusion == Skipped(Reason.STALE_VERSION)
-    ]
-    if len(loaded) < verdicts.asked(sync):
-        return f"{command.adapter.model} is committed with {loaded}, the quorum is {sync.request.quorum}"
     return ""
 
 

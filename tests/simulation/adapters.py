@@ -319,8 +319,6 @@ class AdapterTrainer:
             self.world.files.write(path, self.world.slots)
         committed = bus.state.default_desired.version
         order = SyncRequested(
-            at_us=bus.now_us,
-            at_ns=self.world.now,
             ticket=1,
             version=rng.randrange(1, 12) if again and rng.random() < 0.3 else None,
             source=Checkpoint(path),
@@ -358,8 +356,6 @@ class AdapterTrainer:
     def drop(self, bus: Bus, name: str, target: Target) -> None:
         bus.tickets += 1
         order = Issued(
-            at_us=bus.now_us,
-            at_ns=self.world.now,
             ticket=bus.tickets,
             command=AdapterDrop(name=name),
             target=target,

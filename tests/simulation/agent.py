@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from schemas import events
 from schemas.agent_status import Clock
-from schemas.commands import DRAIN_MARGIN_MS, UnknownCommand
+from schemas.commands import DRAIN_MARGIN_MS
 from schemas.outcomes import Trace
 from schemas.transport.sockets import FRAME_BYTES_MAX
 from schemas.wire import (
@@ -43,7 +43,7 @@ from tests.simulation.adapters import GRACE_MS
 from tests.simulation.engine import Attempt
 from workers.link.frames import read_control, read_publication, read_replay
 from workers.link.heartbeat import ASKED_EVERY, status_of
-from workers.machine.decide import next_deadline
+from workers.machine.decide import decide, next_deadline
 from workers.machine.state import AgentState, is_written_first
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ class Process:
         self.alive = True
         self.state = AgentState()
         self.pending: list[tuple[bytes, bytes]] = []
-        self.wire = 0  # number of the control connection
+        self.connection = self.world.new_connection()  # number of its control connection
         self.silent: set[str] = set()  # which of the two connections, control and pub, carries nothing any more
-        self.still_read: set[int] = set()  # older connections of which the bus reads what was in flight
+        self.still_read: set[str] = set()  # older connections of which the bus reads what was in flight
         self.hellos = 0
         self.bus: Bus | None = None
         self.sub: Bus | None = None
@@ -100,7 +100,7 @@ class Process:
     @property
     def peer(self) -> str:
         """Its newest connection."""
-        return f"{self.slot.name}/{self.incarnation}/{self.wire:08x}"
+        return f"{self.slot.name}/{self.incarnation}/{self.connection:010x}"
 
     @property
     def trigger(self) -> events.CommandReceived | None:
@@ -114,7 +114,7 @@ class Process:
         state = AgentState()
         self.slot.journal = self.slot.disk.recover()
         for event, _ in self.slot.journal:
-            state, _effects = self.world.mechanisms.agent(state, event_decoder.decode(event))
+            state, _effects = decide(state, event_decoder.decode(event))
         self.state = state
         self.world.say(f"{self.peer} starts at seq {state.seq}")
         settings = events.MachineSettings(
@@ -128,8 +128,6 @@ class Process:
             at_ms=self.clock_ms, identity=self.slot.identity, incarnation=self.incarnation, settings=settings
         )
         self.feed(started)
-        if self.slot.engine is not None and self.state.interrupted is not None:  # perhaps its result was not written
-            self.slot.engine.doubt(self.state.interrupted.calls[0])
         for delay, act in (
             (self.world.rng.choice((0, 30, 300)), self.look),
             (self.world.rng.choice((0, 10, 100)), self.connect),
@@ -172,16 +170,10 @@ class Process:
 
     def give_up(self) -> None:
         """The bus refuses this agent for good. Now and then somebody starts it again all the same."""
-        alone = not self.slot.double and self.world.now > self.world.doubled_until.get(self.slot.identity.unit, -1)
-        alone = alone and [slot.name for slot in self.world.slots].count(self.slot.name) == 1
-        if alone and self.slot.name not in self.world.promises.ever_retired:
-            self.world.promises.broken("P3 answer", f"{self.peer} is turned away though it is alone")
-        self.world.say(f"{self.peer} is turned away for good")
         if self.slot.engine is not None:
             self.slot.engine.cut()
         self.stop()
-        if not self.world.places.turned_away(self.slot):
-            self.world.at(self.world.rng.randrange(3000, 8000), self.slot.start)
+        self.slot.turn_away(self.peer)
 
     def stop(self) -> None:
         self.alive = False
@@ -204,13 +196,11 @@ class Process:
         if self.waits_for_disk(self.feed, event):
             return
         before = self.state
-        self.state, effects = self.world.mechanisms.agent(before, event)
+        self.state, effects = decide(before, event)
         if self.world.story is not None and (effects or self.state is not before):
             self.world.say(f"    {self.peer} {event}\n            -> {list(effects)}")
         if effects or (self.state is not before and self.state != before):
             self.pending.append((encode(event), encode(effects)))
-        if before.stopping and any(isinstance(effect, events.Perform) for effect in effects):
-            self.world.promises.broken("P5 one effect", f"{self.peer} was asked to end, and begins {effects}")
         self.world.promises.after_agent(self, before, event, effects)
         if is_written_first(before, effects) or self.world.rng.random() < 0.3:
             self.commit()
@@ -313,14 +303,8 @@ class Process:
         if engine is None:
             self.world.promises.broken("P5 one effect", f"{self.peer} has no engine and calls it")
             return
-        self.world.promises.performing(self, perform)
-        known = self.state.engine.instance == f"launch {engine.instance}"
-        self.world.called(self.slot)
-        engine.caller = self
-        attempt, duration_ms = engine.begin(perform.call, perform.call_id, known)
+        attempt, duration_ms = self.slot.begin_call(self, perform, engine)
         self.world.at(duration_ms, self.returned, attempt)
-        if self.world.weather.hits("agent", f"in {attempt.word}") and self.world.rng.random() < 0.4:
-            self.world.at(self.world.rng.randrange(duration_ms), self.die)
 
     def read(self, perform: events.Perform, delay_ms: int) -> None:
         """Observe the engine, for as long as the machine waits for a label; as `workers.driver` does."""
@@ -331,8 +315,6 @@ class Process:
             return
         seen = engine.observe()
         engine.shown(seen, self.slot.double)
-        if isinstance(call, events.AwaitPush) and not self.world.mechanisms.label_proves:
-            seen = replace(seen, label=call.source.label)
         busy = isinstance(call, events.AwaitIdle) and (engine.frozen or (engine.traffic and engine.generating))
         if not busy and (not isinstance(call, events.AwaitPush) or seen.label == call.source.label):
             self.looked = seen
@@ -383,12 +365,12 @@ class Process:
         self.bus = bus
         self.silent.discard("control")
         self.answered_ms = self.world.now
-        self.world.at(self.world.rng.choice((1, 20, 400)), self.subscribe, self.wire)
+        self.world.at(self.world.rng.choice((1, 20, 400)), self.subscribe, self.connection)
         if not self.welcomed:
             self.hello()
 
-    def subscribe(self, wire: int) -> None:
-        if self.alive and wire == self.wire and self.bus is not None:
+    def subscribe(self, connection: int) -> None:
+        if self.alive and connection == self.connection and self.bus is not None:
             self.silent.discard("pub")
             self.published_ms = self.world.now
             self.sub = self.bus
@@ -398,15 +380,15 @@ class Process:
         """Break both connections. What was in flight is lost, or the bus has it already and reads it late."""
         if self.alive:
             if self.world.rng.random() < 0.3:
-                self.still_read.add(self.wire)
-            self.wire += 1
+                self.still_read.add(self.peer)
+            self.connection = self.world.new_connection()
             self.bus = self.sub = None
             self.hears = False
             self.world.at(self.world.rng.choice((5, 200, 1500)), self.connect)
 
     def _use_new_key(self) -> None:
         """Dial anew with the key that its file has now; not in a sync, in which an agent that joins takes no part."""
-        if not self.new_key or (self.world.mechanisms.keys_wait and self.state.in_a_sync):
+        if not self.new_key or self.state.in_a_sync:
             return
         self.new_key, self.welcomed = False, False
         self.world.say(f"{self.peer} dials with its new key")
@@ -420,21 +402,18 @@ class Process:
 
     def watch_connections(self) -> None:
         """Dial anew the connection on which nothing comes, as `workers.link.connection` does."""
-        now, mechanisms = self.world.now, self.world.mechanisms
+        now = self.world.now
         if self.bus is None:
             return
-        if (
-            mechanisms.redial_control
-            and now - self.answered_ms > ASKED_EVERY * self.world.settings.heartbeat_ms + SILENT_MS
-        ):
+        if now - self.answered_ms > ASKED_EVERY * self.world.settings.heartbeat_ms + SILENT_MS:
             self.world.say(f"{self.peer} gets no answer and dials anew")
             self.world.abandoned.add(self.peer)
             self.welcomed = False
             self.cut()
-        elif mechanisms.redial_subscription and self.sub is not None and self._heads_stopped(now):
+        elif self.sub is not None and self._heads_stopped(now):
             self.world.say(f"{self.peer} hears no heads and subscribes anew")
             self.sub, self.published_ms = None, now
-            self.world.at(self.world.rng.choice((1, 20, 400)), self.subscribe, self.wire)
+            self.world.at(self.world.rng.choice((1, 20, 400)), self.subscribe, self.connection)
 
     def _heads_stopped(self, now: int) -> bool:
         return now - self.published_ms > HEADS_MISSED_MS and self.answered_ms > now - HEADS_MISSED_MS
@@ -443,10 +422,10 @@ class Process:
         """Send to the bus: in order, unless the connection breaks."""
         bus = self.bus
         if bus is not None and "control" not in self.silent and not self.world.blocked(self.slot, "up"):
-            self.world.in_order(self, "up", self._arrives, bus, self.wire, self.peer, message, seq, origin)
+            self.world.in_order(self, "up", self._arrives, bus, self.peer, message, seq, origin)
 
-    def _arrives(self, bus: Bus, wire: int, peer: str, message: Upward, seq: int, origin: int) -> None:
-        if (wire == self.wire or wire in self.still_read) and bus.alive and not self.world.blocked(self.slot, "up"):
+    def _arrives(self, bus: Bus, peer: str, message: Upward, seq: int, origin: int) -> None:
+        if (peer == self.peer or peer in self.still_read) and bus.alive and not self.world.blocked(self.slot, "up"):
             self.world.promises.judge("P10 closed", watcher.key(self, message))
             bus.receive(peer, message, seq, origin)
 
@@ -497,9 +476,7 @@ class Process:
         """Renew the lease of an agent that has joined; until then the bus commands nothing here, however it answers.
         One that was replaced never does.
         """
-        if self.world.mechanisms.lease_of_members and (not self.welcomed or self.snapshot_due):
-            return
-        if epoch < self.state.epoch:
+        if not self.welcomed or self.snapshot_due or epoch < self.state.epoch:
             return
         self.heard_ms = self.world.now
         self.lease_over = False
@@ -519,7 +496,7 @@ class Process:
             return
         frames = [TOPIC_COMMAND, encode_header(epoch, origin, seq), encode(envelope)]
         if self._fits(frames):
-            self.take(read_publication(frames, envelope.run, self.clock_ms))
+            self.feed(read_publication(frames, envelope.run, self.clock_ms))
 
     def _fits(self, frames: list[bytes]) -> bool:
         """What is too large for a frame is not delivered, and the connection that it came over is cut."""
@@ -527,11 +504,6 @@ class Process:
         if not fits:
             self.cut()
         return fits
-
-    def take(self, event: events.Event) -> None:
-        unreadable = isinstance(event, events.CommandReceived) and isinstance(event.command, UnknownCommand)
-        if not (unreadable and self.world.mechanisms.drops_unreadable):
-            self.feed(event)
 
     def on_control(self, epoch: int, seq: int, message: Downward) -> None:
         if not self.alive or self.waits_for_disk(self.on_control, epoch, seq, message):
@@ -554,7 +526,7 @@ class Process:
                     assert isinstance(page, Page)
                     for event in read_replay(head, page, message.records[0].envelope.run, self.clock_ms):
                         self.world.promises.replayed(self, event)
-                        self.take(event)
+                        self.feed(event)
             case Rejoin(give_up=True):
                 self.give_up()
             case Rejoin():

@@ -7,31 +7,29 @@ send what it has in memory until it has to write, and ends there.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
+from controlplane.bus.inbox import Inbox, connection_of
 from controlplane.machine import events
-from controlplane.machine.coordinator import CoordinatorState, next_deadline
-from controlplane.machine.coordinator_state import UNKNOWN_PEER
+from controlplane.machine.coordinator import CoordinatorState, decide, next_deadline
+from controlplane.machine.coordinator_state import UNKNOWN_PEER, member_at
+from controlplane.record.log import RunLog
 from schemas.agent_status import AgentStatus
 from schemas.wire import (
     CommandOutcome,
     Downward,
     Envelope,
-    Goodbye,
-    Hello,
-    Join,
-    Leave,
     PlaceAssigned,
-    ResendRequest,
     TimeReply,
     Upward,
     decode_command,
     encode,
+    encode_header,
 )
 from tests.simulation import watcher
 
@@ -72,20 +70,24 @@ class Bus:
         self.alive = True
         self.state = CoordinatorState()
         self.clock_us = world.rng.randrange(1_000_000_000)
-        self.heard: dict[str, int] = {}  # by connection on which somebody said hello
-        self.statuses: dict[str, tuple[int, AgentStatus]] = {}
+        self.inbox = Inbox(cast(RunLog, SimpleNamespace(state=self.state, recorded=lambda *_: 0)))
+        self.answered = False  # answers have arrived that are not decided yet
         self.told: dict[str, AgentStatus] = {}  # the newest that was decided, by connection, as its agent sent it
-        self.batch: list[events.PeerAnswer] = []
         self.deadline_us: int | None = None
         self.tickets = 0
         self.committing: list[Decision] | None = None  # a turn that is being written
-        self.queue: deque[events.CoordinatorEvent] = deque()
+        self.queue: list[events.CoordinatorEvent] = []
         self.slowest_ms = max(COMMIT_MS)  # the longest commit
         self.opened_at = 0  # records of the log when this life had opened
 
     @property
     def now_us(self) -> int:
         return self.world.now * 1000 + self.clock_us
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the log takes no more records of it."""
+        return self.world.log.owner != self.life
 
     @property
     def late_us(self) -> int:
@@ -100,13 +102,11 @@ class Bus:
             self.world.promises.kept(self.world.log.records)
         state = CoordinatorState()
         for event, _ in self.world.log.records:
-            state, _effects = self.world.mechanisms.bus(state, event_decoder.decode(event))
+            state, _effects = decide(state, event_decoder.decode(event))
         self.state = state
         self.world.log.owner = self.life
         self.world.say(f"bus {self.life} opens at seq {state.seq}")
-        self.feed(
-            events.Opened(at_us=self.now_us, at_ns=self.world.now, run="run", settings=self.world.settings, logic=1)
-        )
+        self.feed(events.Opened(run="run", settings=self.world.settings, logic=1))
         self.opened_at = len(self.world.log.records)
         self.world.at(0, self.beacon)
 
@@ -125,34 +125,34 @@ class Bus:
 
     def close(self) -> None:
         """An orderly end."""
-        self.feed(events.Closed(at_us=self.now_us, at_ns=self.world.now))
+        self.feed(events.Closed())
         self.die()
 
     # --- the machine --------------------------------------------------------------------------------------------------
 
-    def feed(self, event: events.CoordinatorEvent) -> None:
-        """Take in an event. What arrives during a commit waits for the next turn, which takes all of it."""
-        if not self.alive:
+    def feed(self, *taken: events.CoordinatorEvent) -> None:
+        """Take events in, in one turn. What arrives during a commit waits for the next one, which takes all of it."""
+        if not (self.alive and taken):
             return
         if self.committing is not None:
-            self.queue.append(event)
+            self.queue += taken
         else:
-            self._turn([event])
+            self._turn([*taken])
 
     def _turn(self, batch: list[events.CoordinatorEvent]) -> None:
         """Decide, write all decisions to the log as one group, perform: as `Bus._turn` of the product does."""
         opening = bool(batch) and isinstance(batch[0], events.Opened)
         deadline_us = next_deadline(self.state)
         if deadline_us is not None and self.now_us >= deadline_us and not opening:
-            batch.append(events.TimerFired(at_us=self.now_us))  # last, so that what arrived in time counts
+            batch.append(events.TimerFired())  # last, so that what arrived in time counts
         turn: list[Decision] = []
         state = self.state
-        for event in batch:
+        for event in [replace(event, at_us=self.now_us, at_ns=self.world.now) for event in batch]:
             before = state
-            state, effects = self.world.mechanisms.bus(before, event)
+            state, effects = decide(before, event)
             if effects or (state is not before and state != before):
                 turn.append(Decision(event, state, effects))
-        if turn and self.world.mechanisms.storage_fence and self.world.log.owner != self.life:
+        if turn and self.is_replaced:
             self.die()  # it cannot write, so it must not send
             return
         if self.world.disk and any(decision.effects for decision in turn) and not opening:
@@ -170,23 +170,19 @@ class Bus:
         commit_ms = 3000 if hangs else self.world.rng.choice(COMMIT_MS)
         self.slowest_ms = max(self.slowest_ms, commit_ms)
         self.world.at(commit_ms, self._committed)
-        if not self.world.mechanisms.commit_first:
-            self._perform_all(turn)
 
     def _committed(self) -> None:
         turn, self.committing = self.committing, None
         if not self.alive or turn is None:
             return
-        if self.world.mechanisms.storage_fence and self.world.log.owner != self.life:
+        if self.is_replaced:
             self.die()
             return
         self._write(turn)
-        if self.world.mechanisms.commit_first:
-            self._perform_all(turn)
+        self._perform_all(turn)
         self.arm()
         if self.queue and self.alive:
-            batch = [replace(event, at_us=self.now_us) for event in self.queue]
-            self.queue.clear()
+            batch, self.queue = self.queue, []
             self._turn(batch)
 
     def _write(self, turn: list[Decision]) -> None:
@@ -239,7 +235,7 @@ class Bus:
                 pass
 
     def unreachable(self, peer: str) -> None:
-        self.world.at(0, lambda: self.feed(events.PeerLost(at_us=self.now_us, peer=peer, reason="unreachable")))
+        self.world.at(0, lambda: self.feed(events.PeerLost(peer=peer, reason="unreachable")))
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
@@ -259,10 +255,10 @@ class Bus:
             if peer not in self.world.abandoned:  # else the bus can't tell
                 self.unreachable(peer)
         elif "control" not in process.silent and not self.world.blocked(process.slot, "down"):
-            self.world.in_order(process, "down", self._arrives, process, process.wire, epoch, seq, message)
+            self.world.in_order(process, "down", self._arrives, process, peer, epoch, seq, message)
 
-    def _arrives(self, process: Process, wire: int, epoch: int, seq: int, message: Downward) -> None:
-        if wire == process.wire and not self.world.blocked(process.slot, "down"):
+    def _arrives(self, process: Process, peer: str, epoch: int, seq: int, message: Downward) -> None:
+        if peer == process.peer and not self.world.blocked(process.slot, "down"):
             process.on_control(epoch, seq, message)
 
     def publish(self, epoch: int, origin: int, seq: int, envelope: Envelope | None) -> None:
@@ -279,10 +275,8 @@ class Bus:
 
     def greet(self, process: Process) -> None:
         """The welcome message of the publish socket: a head."""
-        if self.alive and self.world.mechanisms.beacon:
+        if self.alive:
             self.world.at(1, self._published, process, max(1, self.state.epoch), 0, self.state.seq, None)
-        elif self.alive:
-            process.hears = True  # without heads the subscription itself has to do
 
     def beacon(self) -> None:
         """Once a second: publish the position, and find silent agents. A zombie repeats what it remembers."""
@@ -291,67 +285,33 @@ class Bus:
         self.world.at(1000, self.beacon)
         watcher.look(self)
         state = self.state
-        if self.world.mechanisms.beacon:
-            self.publish(state.epoch, 0, state.seq, None)
+        self.publish(state.epoch, 0, state.seq, None)
         if self.world.bus is not self and state.history:
             record, _ = self.world.rng.choice(state.history)
             self.publish(state.epoch, record.origin, record.seq, record.envelope)
-        silent = self.world.now - self.world.settings.agent_timeout_ms
-        for peer, heard_ms in list(self.heard.items()):
-            if heard_ms < silent:
-                del self.heard[peer]
-                self.feed(events.PeerLost(at_us=self.now_us, peer=peer, reason="silent"))
+        self.inbox.begin_turn(self.now_us, self.world.now, state)
+        self.inbox.drop_silent(self.now_us - 1000 * self.world.settings.agent_timeout_ms)
+        self.flush()
 
     # --- receiving ----------------------------------------------------------------------------------------------------
 
     def receive(self, peer: str, message: Upward, seq: int, origin: int) -> None:
-        """Take a control message. A connection begins with a hello; from then on any message is a sign of life."""
-        if peer not in self.heard and not isinstance(message, Hello):
-            if not isinstance(message, Goodbye):
-                self.send(peer, self.state.epoch, self.state.seq, UNKNOWN_PEER)
-            return
-        self.heard[peer] = self.world.now
-        match message:
-            case CommandOutcome():
-                answer = events.PeerAnswer(
-                    peer=peer, origin=origin, seq=seq, outcome=message.outcome, rule=message.rule
-                )
-                self.batch.append(answer)
-                if len(self.batch) == 1:
-                    self.world.at(self.world.rng.randrange(2), self.flush)
-            case AgentStatus():
-                self._on_status(peer, message, seq)
-            case Hello():
-                self.statuses.pop(peer, None)  # the coordinator forgets the agent's last status
-                self.feed(events.HelloReceived(at_us=self.now_us, peer=peer, hello=message, recorded_decisions=0))
-            case Join():
-                self.feed(events.JoinReceived(at_us=self.now_us, peer=peer))
-            case ResendRequest():
-                self.feed(
-                    events.ResendRequested(at_us=self.now_us, peer=peer, first=message.first, credit=message.credit)
-                )
-            case Leave(grace_ms=grace_ms):
-                self.feed(events.LeaveRequested(at_us=self.now_us, at_ns=self.world.now, peer=peer, grace_ms=grace_ms))
-            case Goodbye():
-                self.feed(events.PeerLost(at_us=self.now_us, peer=peer, reason="left"))
-            case _:
-                pass
-
-    def _on_status(self, peer: str, status: AgentStatus, seq: int) -> None:
-        if any(answer.peer == peer for answer in self.batch):
-            self.flush()  # what arrived first is decided first
-        if not self.is_stranger(peer):
+        """Take a control message, as the real inbox reads it. Answers wait for others that are about to arrive."""
+        inbox = self.inbox
+        inbox.begin_turn(self.now_us, self.world.now, self.state)
+        inbox.receive([connection_of(peer), encode_header(self.state.epoch, origin, seq), encode(message)])
+        if inbox.take_requests()[1]:
+            self.send(peer, self.state.epoch, self.state.seq, UNKNOWN_PEER)
+        elif isinstance(message, AgentStatus) and member_at(self.state, peer) is not None:
             self.send(peer, self.state.epoch, self.state.seq, TIME_REPLY)
-        if self.statuses.get(peer) != (seq, status) or self.is_stranger(peer):
-            self.statuses[peer] = (seq, status)
-            self.feed(events.StatusReceived(at_us=self.now_us, peer=peer, seq=seq, status=status))
+        elif isinstance(message, CommandOutcome) and not self.answered:
+            self.answered = True
+            self.world.at(self.world.rng.randrange(2), self.flush)
+        taken, inbox.events = inbox.events, []
+        self.answered &= not any(isinstance(event, events.AnswersReceived) for event in taken)
+        self.feed(*taken)
 
     def flush(self) -> None:
         """Handle all answers that have arrived as one event."""
-        batch, self.batch = tuple(self.batch), []
-        if batch:
-            self.feed(events.AnswersReceived(at_us=self.now_us, answers=batch))
-
-    def is_stranger(self, peer: str) -> bool:
-        member = self.state.members.get(peer.partition("/")[0])
-        return member is None or member.peer != peer or member.state not in ("joining", "live")
+        self.answered = False
+        self.feed(*self.inbox.take_events())

@@ -13,20 +13,17 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from msgspec.structs import replace as msgspec_replace
 
-from controlplane.machine import coordinator
-from controlplane.machine.coordinator import CoordinatorState
-from controlplane.machine.events import CoordinatorEffect, CoordinatorEvent, CoordinatorSettings
+from controlplane.machine.events import CoordinatorSettings
 from controlplane.simulate.modelled_engine import LAUNCH_LABEL
 from controlplane.simulate.virtual_clock import VirtualClock
 from schemas.agent_status import AgentStatus
 from schemas.commands import Command, UnknownCommand, WeightSync
-from schemas.events import Effect, Event
 from schemas.identity import ROLLOUT, Identity, Operation, RolloutMode
 from tests.simulation import endings, leaving, serving
 from tests.simulation.adapters import AdapterTrainer, Files, Shelf
@@ -40,8 +37,6 @@ from tests.simulation.slot import Slot
 from tests.simulation.steps import Steps
 from tests.simulation.trainer import Trainer
 from tests.simulation.weather import ENGINES, LOSES, Weather
-from workers.machine import decide as machine
-from workers.machine.state import AgentState
 
 SETTINGS = CoordinatorSettings(
     heartbeat_ms=1000, agent_timeout_ms=4000, lease_ms=12_000, history=12, retransmit_ms=500, after_send_ms=1000
@@ -50,30 +45,6 @@ SETTINGS = CoordinatorSettings(
 LACKING = ({Operation.PROFILE}, {Operation.SLEEP, Operation.WAKE}, {Operation.LOAD}, {Operation.PAUSE})
 DOUBLE_FORGOTTEN_MS = 12_000
 """How long a second process of a place may count as alive after its end, at most."""
-
-AgentDecide = Callable[[AgentState, Event], tuple[AgentState, tuple[Effect, ...]]]
-BusDecide = Callable[[CoordinatorState, CoordinatorEvent], tuple[CoordinatorState, tuple[CoordinatorEffect, ...]]]
-
-
-@dataclass(frozen=True)
-class Mechanisms:
-    """The mechanisms of a world. The default is the product; an ablation takes one away."""
-
-    agent: AgentDecide = machine.decide
-    bus: BusDecide = coordinator.decide
-    beacon: bool = True
-    journal: bool = True
-    storage_fence: bool = True
-    commit_first: bool = True
-    redial_control: bool = True
-    redial_subscription: bool = True
-    bounds: bool = True
-    label_proves: bool = True
-    keys_wait: bool = True
-    lease_of_members: bool = True
-    drops_unreadable: bool = False
-    adapters: bool = True
-    proven_samples: bool = True
 
 
 class World(VirtualClock):
@@ -85,10 +56,9 @@ class World(VirtualClock):
     new_slot: Callable[..., Slot] = Slot
     new_bus: Callable[..., Bus] = Bus
 
-    def __init__(self, seed: int, mechanisms: Mechanisms | None = None, story: list[str] | None = None) -> None:
+    def __init__(self, seed: int, story: list[str] | None = None) -> None:
         super().__init__()
         self.seed = seed
-        self.mechanisms = mechanisms if mechanisms is not None else Mechanisms()
         self.rng = random.Random(seed)
         self.story = story
         self.settings = SETTINGS
@@ -101,7 +71,8 @@ class World(VirtualClock):
         self.files = Files(seed)
         self.doubled: set[str] = set()  # places that another process has claimed, with an engine of its own
         self.forgotten: set[str] = set()  # agents that can't know of a session that was open
-        self.sent: dict[int, tuple[AgentStatus, int]] = {}  # each status, with when its agent had last seen its engine
+        self.sent: dict[tuple[str, AgentStatus], int] = {}  # each status, with when its agent had last seen its engine
+        self.connections = 0
         self.lives = 0
         self.buses: list[Bus] = []
         self.bus: Bus | None = None
@@ -219,6 +190,11 @@ class World(VirtualClock):
 
     def blocked(self, slot: Slot, way: str) -> bool:
         return slot.cut_off or self.now < slot.blocked_until[way]
+
+    def new_connection(self) -> int:
+        """Return the number of another control connection."""
+        self.connections += 1
+        return self.connections
 
     def strikes(self, whom: str) -> bool:
         """Whether the process dies now. Asked between any two effects."""
@@ -517,8 +493,7 @@ class World(VirtualClock):
             self.at(self.rng.choice((0, 200, 5000)), slot.start)
         self.at(self.rng.choice((0, 1000)), self.open_bus)
         self.at(self.rng.randrange(500, 3000), self.trainer.work)
-        if self.mechanisms.adapters:
-            self.adapters.begin()
+        self.adapters.begin()
         self.sampler.begin()
         self.steps_of_trainer.begin()
         self.places.begin()
@@ -551,9 +526,9 @@ class World(VirtualClock):
                 temper.failing, temper.slow_ms, slot.engine.traffic = "", min(temper.slow_ms, 400), False
 
 
-def simulate(seed: int, mechanisms: Mechanisms | None = None, story: list[str] | None = None) -> World:
+def simulate(seed: int, story: list[str] | None = None) -> World:
     """Play one run. Raises Broken if a promise does not hold."""
-    world = World(seed, mechanisms, story)
+    world = World(seed, story)
     world.play()
     return world
 
@@ -591,4 +566,4 @@ def _tell(simulate: Callable[[int, list[str] | None], object], seed: int, story:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(lambda seed, story: simulate(seed, story=story)))
+    raise SystemExit(main(simulate))

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from controlplane.machine.coordinator import CoordinatorState
+from controlplane.machine import coordinator
 from controlplane.machine.replicas import proven_replicas
 from schemas.identity import ROLLOUT, RolloutMode
 from schemas.wire import encode, event_decoder
 from tests.simulation import adapter_verdicts, serving
 from tests.simulation.bus import event_decoder as bus_event_decoder
 from tests.simulation.engine import weights_of, weights_to_serve
+from workers.machine.decide import decide
 from workers.machine.readiness import in_sync, is_ready, trouble
 from workers.machine.state import AgentState
 from workers.machine.suppressed import still_desired
@@ -119,7 +120,7 @@ def _missing(world: World) -> str | None:
         state = process.state
         if state.seq != bus.state.seq or not state.joined or state.needs_snapshot:
             return f"{process.peer} is at {state.seq}, the bus at {bus.state.seq}"
-        if world.mechanisms.beacon and world.now - process.published_ms > 3000:
+        if world.now - process.published_ms > 3000:
             return f"{process.peer} hears no heads"
         if wrong := _serves_wrongly(slot, process) or _unlisted(bus, slot, process):
             return wrong
@@ -205,14 +206,14 @@ def replays(world: World) -> None:
     """P9: what was told is in the log, and folding what was recorded gives the same effects, byte for byte."""
     if world.disk:
         world.promises.kept(world.log.records)
-    bus_state = CoordinatorState()
+    bus_state = coordinator.CoordinatorState()
     for event, effects in world.log.records:
-        bus_state, again = world.mechanisms.bus(bus_state, bus_event_decoder.decode(event))
+        bus_state, again = coordinator.decide(bus_state, bus_event_decoder.decode(event))
         if encode(again) != effects:
             world.promises.broken("P9 recorded", f"the bus decides differently in replay: {event!r}")
     for slot in world.slots:
         state = AgentState()
         for event, effects in slot.journal:
-            state, decided = world.mechanisms.agent(state, event_decoder.decode(event))
+            state, decided = decide(state, event_decoder.decode(event))
             if encode(decided) != effects:
                 world.promises.broken("P9 recorded", f"{slot.name} decides differently in replay: {event!r}")

@@ -49,7 +49,6 @@ from schemas.wire import Snapshot, Welcome, decode_command
 from tests.simulation import adapter_verdicts, answers, leaving, serving, verdicts
 from tests.simulation.bus import event_decoder
 from tests.simulation.engine import LAUNCHED, weights_of, weights_to_serve
-from tests.simulation.sessions import closing
 from tests.simulation.tickets import Tickets
 from workers.machine.state import AgentState
 
@@ -175,7 +174,11 @@ class Promises:
         if isinstance(event, Started):
             ledger.seen, ledger.last_decided, ledger.oracle = 0, 0, None
             self.world.sampler.begun(process)
+            if process.slot.engine is not None and state.interrupted is not None:  # perhaps its result was not written
+                process.slot.engine.doubt(state.interrupted.calls[0])
             return
+        if before.stopping and any(isinstance(effect, Perform) for effect in effects):
+            self.broken("P5 one effect", f"{process.peer} was asked to end, and begins {effects}")
         self._fenced(process, before, event, effects)
         if state is before and not effects:
             return
@@ -348,7 +351,7 @@ class Promises:
             self.broken("I1 no torn serving", f"{process.peer} resumes by itself, and was told to wait for a bus")
         if isinstance(perform.call, Resume) and engine is not None:
             ledger.resuming = weights_to_serve(process.state.desired, engine.weights)
-        if isinstance(perform.call, StopProfile) and (wrong := closing(self, process)):
+        if isinstance(perform.call, StopProfile) and (wrong := verdicts.closing(self, process)):
             self.broken("I7 sessions stay open", wrong)
         if isinstance(perform.call, StartProfile):
             ledger.late_start = None
@@ -417,7 +420,7 @@ class Promises:
             if isinstance(effect, Publish):
                 self._published(bus, effect)
                 self.judge("I2 proof", verdicts.compared(self, before, self.log[effect.seq].command))
-                self.judge("P12 adapters", adapter_verdicts.quorum(self, before, self.log[effect.seq]))
+                self.judge("P11 true", verdicts.quorum(self, before, self.log[effect.seq]))
             elif isinstance(effect, Conclude) and isinstance(effect.report, Report):
                 self.judge("P3 answer", verdicts.waited(self, before, state, effect.report))
                 self._concluded(bus, effect.report)
@@ -428,7 +431,6 @@ class Promises:
         self.judge("P3 answer", self.tickets.after(bus, event, effects))  # each ends once
         self.judge("P3 answer", self.world.places.judge(event, effects))
         self.judge("I5 quarantine", verdicts.released(self, bus, before, event, joined))
-        self.judge("P11 true", verdicts.quorum(self, bus, before))
         self.judge("P11 true", serving.served(self, bus))
         self.judge("P12 adapters", adapter_verdicts.listed(self, bus))
         if len(state.history) > bus.world.settings.history:

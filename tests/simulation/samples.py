@@ -142,7 +142,7 @@ class Sampler:
             return
         (sample,) = FleetView(bus.state).provenance(rollout.answer(), replica=slot.identity.replica)
         self.mixed += sample.mixed
-        if accepts(sample, unproven=not self.world.mechanisms.proven_samples):
+        if accepts(sample):
             self.accepted += 1
             self.world.promises.judge("I15 proven samples", wrong(bus, slot, rollout, sample))
         else:

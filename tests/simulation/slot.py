@@ -6,15 +6,38 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from controlplane.simulate.modelled_engine import LAUNCH_LABEL
+from schemas.events import Perform
 from schemas.identity import Identity, OnLostBus
 from tests.simulation.agent import Process
-from tests.simulation.disk import Disk
-from tests.simulation.engine import BROADCAST, Engine
+from tests.simulation.engine import BROADCAST, Attempt, Engine
 from tests.simulation.promises import Ledger
 from workers.machine.readiness import in_sync
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import World
+
+
+class Disk:
+    """One journal. A group that was being written when its agent was killed is there as a whole, or not at all."""
+
+    def __init__(self, seed: str) -> None:
+        self.rng = Random(seed)  # of its own, so that seeds keep their luck with the rest
+        self._decisions: list[tuple[bytes, bytes]] = []
+
+    def erase(self) -> None:
+        self._decisions = []
+
+    def write(self, group: list[tuple[bytes, bytes]]) -> None:
+        self._decisions += group
+
+    def tear(self, group: list[tuple[bytes, bytes]]) -> None:
+        """Be cut off while a group is written."""
+        if self.rng.random() < 0.5:
+            self.write(group)
+
+    def recover(self) -> list[tuple[bytes, bytes]]:
+        """Return what was written."""
+        return self._decisions.copy()
 
 
 class Slot:
@@ -54,8 +77,6 @@ class Slot:
         self.incarnations += 1
         if self.engine is not None and launches and (self.incarnations == 1 or self.embedded):
             self.relaunch()
-        if not self.world.mechanisms.journal:
-            self.disk.erase()
         self.process = self.new_process()
         self.process.begin()
 
@@ -66,6 +87,28 @@ class Slot:
     def new_process(self) -> Process:
         """Return its next agent."""
         return Process(self)
+
+    def turn_away(self, peer: str) -> None:
+        """Judge that the bus refuses its agent for good. Now and then somebody starts it again all the same."""
+        self.world.say(f"{peer} is turned away for good")
+        alone = not self.double and self.world.now > self.world.doubled_until.get(self.identity.unit, -1)
+        alone = alone and [slot.name for slot in self.world.slots].count(self.name) == 1
+        if alone and self.name not in self.world.promises.ever_retired:
+            self.world.promises.broken("P3 answer", f"{peer} is turned away though it is alone")
+        if not self.world.places.turned_away(self):
+            self.world.at(self.world.rng.randrange(3000, 8000), self.start)
+
+    def begin_call(self, process: Process, perform: Perform, engine: Engine) -> tuple[Attempt, int]:
+        """Let the engine begin a call, in which its agent may die. Returns it and its duration in ms."""
+        world = self.world
+        world.promises.performing(process, perform)
+        known = process.state.engine.instance == f"launch {engine.instance}"
+        world.called(self)
+        engine.caller = process
+        attempt, duration_ms = engine.begin(perform.call, perform.call_id, known)
+        if world.weather.hits("agent", f"in {attempt.word}") and world.rng.random() < 0.4:
+            world.at(world.rng.randrange(duration_ms), process.die)
+        return attempt, duration_ms
 
     def be_succeeded(self, number: int) -> Slot | None:
         """Give up the agent with its journal. Returns the slot that it goes on in, cut off from every bus, and with the

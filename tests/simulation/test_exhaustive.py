@@ -7,7 +7,7 @@ the search ends, and what it did not find does not exist within the bounds.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from msgspec import Struct
@@ -19,10 +19,10 @@ from schemas.desired import Desired, desired_after
 from schemas.identity import Identity, Operation
 from schemas.outcomes import Outcome, Reason, Skipped
 from schemas.wire import encode
-from tests.simulation.cluster import AgentDecide
-from tests.simulation.test_ablations import with_one_epoch, without_fence, without_hole_check
 from workers.machine.decide import decide
 from workers.machine.state import AgentState
+
+AgentDecide = Callable[[AgentState, events.Event], tuple[AgentState, tuple[events.Effect, ...]]]
 
 PLACE = Identity(replica=0, node_rank=0)
 
@@ -253,6 +253,26 @@ def test_from_everywhere_a_snapshot_leads_into_the_history_of_a_bus_that_lost_it
     assert follow_the_bus_that_lost_its_tail(decide, crashes) > 500
     with pytest.raises(AssertionError, match="P2: it stays in a history that is lost"):
         follow_the_bus_that_lost_its_tail(clinging, crashes)
+
+
+def without_hole_check(state: AgentState, event: events.Event) -> tuple[AgentState, tuple[events.Effect, ...]]:
+    """Take any newer command for the next one."""
+    if isinstance(event, events.CommandReceived) and state.joined and not state.needs_snapshot:
+        free = len(state.queue) < state.settings.max_buffered and event.epoch >= state.epoch
+        state = replace(state, seq=event.seq - 1) if free and event.seq > state.seq + 1 else state
+    return decide(state, event)
+
+
+def without_fence(state: AgentState, event: events.Event) -> tuple[AgentState, tuple[events.Effect, ...]]:
+    """Take messages of an older epoch for messages of the newest one."""
+    if isinstance(event, events.CommandReceived | events.HeadSeen | events.SnapshotReceived):
+        event = replace(event, epoch=max(event.epoch, state.epoch))
+    return decide(state, event)
+
+
+def with_one_epoch(state: AgentState, event: events.Event) -> tuple[AgentState, tuple[events.Effect, ...]]:
+    """Fence by the origin epoch of a record, not by the epoch of its sender."""
+    return decide(state, replace(event, epoch=event.origin) if isinstance(event, events.CommandReceived) else event)
 
 
 @pytest.mark.parametrize(

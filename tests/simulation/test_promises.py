@@ -6,9 +6,9 @@
 import pytest
 
 from controlplane.analysis.invariants import verify
-from tests.simulation.cluster import World, simulate
+from tests.simulation.cluster import simulate
 from tests.simulation.promises import Broken
-from tests.simulation.recorded import entries
+from tests.simulation.recorded import entries, unexplained
 
 BLOCK = 25
 SEEDS = [
@@ -26,24 +26,7 @@ def test_promises_hold_in_any_weather(first: int) -> None:
         except Broken as broken:
             pytest.fail(f"seed {seed}: {broken}. Its story: python -m tests.simulation.cluster {seed}", pytrace=False)
         if seed % 10 == 0:
-            assert unexplained(world) == [], f"seed {seed}"
-
-
-def unexplained(world: World) -> list[str]:
-    """What the checker of recorded runs finds and the world does not explain.
-
-    Engines that can't be paused serve whatever they hold, and a log shows it. A replica that was out of reach may have
-    served an old version; then no report has said that it serves the new one. A session that an agent has forgotten
-    with its journal goes on.
-    """
-    stubborn = {slot.name for slot in world.slots if slot.engine is not None and slot.engine.unable}
-    explained = {"I1": stubborn, "I7": world.forgotten}
-    return [
-        str(found)
-        for found in verify(entries(world))
-        if found.invariant != "I12"
-        and not (found.invariant in explained and explained[found.invariant] >= set(found.agents))
-    ]
+            assert unexplained(world, verify(entries(world))) == [], f"seed {seed}"
 
 
 @pytest.mark.parametrize("seed", [236, 948])

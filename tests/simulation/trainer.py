@@ -89,14 +89,11 @@ class Trainer:
             return
         rng = self.world.rng
         self.world.at(1 + int(rng.expovariate(1.0 / self.pace_ms)), self.work)
-        writing = [bus for bus in self.world.buses if bus.alive and (self._may_write(bus) or rng.random() < 0.1)]
+        writing = [bus for bus in self.world.buses if bus.alive and (bus is self.world.bus or rng.random() < 0.1)]
         if writing:
             bus = rng.choice(writing)
             for _ in range(20 if rng.random() < 0.02 else 1):
                 self.ask(bus)
-
-    def _may_write(self, bus: Bus) -> bool:
-        return bus is self.world.bus or not self.world.mechanisms.storage_fence
 
     def ask(self, bus: Bus) -> None:
         if self.world.rng.random() < self.world.weather.syncs:
@@ -139,8 +136,6 @@ class Trainer:
         self.hand_over(
             bus,
             Issued(
-                at_us=bus.now_us,
-                at_ns=self.world.now,
                 ticket=bus.tickets,
                 command=command,
                 target=target,
@@ -153,7 +148,7 @@ class Trainer:
     def hand_over(self, bus: Bus, order: CallerEvent) -> None:
         """A bus refuses what is out of bounds before its machine sees it."""
         try:
-            bus.feed(checked_order(order) if self.world.mechanisms.bounds else order)
+            bus.feed(checked_order(order))
         except CommandError:
             self.world.say(f"bus {bus.life} refuses {order!r:.200}")
 
@@ -182,8 +177,6 @@ class Trainer:
         content = digest_of(weights_of(source))
         manifest = Manifest(tensors=1, nbytes=1, layout="l", content=content)
         order = SyncRequested(
-            at_us=bus.now_us,
-            at_ns=self.world.now,
             ticket=ticket,
             version=None if counted else version,
             source=source,
@@ -308,18 +301,18 @@ class Trainer:
     def _send_returns(self, bus: Bus, ticket: int) -> None:
         if bus.alive:
             self.world.promises.sent(bus, ticket)
-            self.hand_over(bus, SendReturned(at_us=bus.now_us, at_ns=self.world.now, ticket=ticket))
+            self.hand_over(bus, SendReturned(ticket=ticket))
 
     def _send_fails(self, bus: Bus, ticket: int) -> None:
         self.world.say(f"the trainer can't push the weights of the sync with ticket {ticket}")
-        self.hand_over(bus, SendFailed(at_us=bus.now_us, at_ns=self.world.now, ticket=ticket, reason="no"))
+        self.hand_over(bus, SendFailed(ticket=ticket, reason="no"))
 
     def retire(self, bus: Bus, place: str) -> None:
         """Take a place out of the run. The bus refuses one whose agent runs, and one that the run does not know."""
         bus.tickets += 1
         self.world.say(f"bus {bus.life} is asked to retire {place}")
         places = (place,) if self.world.rng.random() < 0.9 else (place, "77")
-        self.hand_over(bus, RetireRequested(at_us=bus.now_us, at_ns=self.world.now, ticket=bus.tickets, places=places))
+        self.hand_over(bus, RetireRequested(ticket=bus.tickets, places=places))
 
     def _version(self, again: bool) -> int:
         """The next version; or, if `again`, perhaps one that was tried before. Never one that the log has lost."""

@@ -38,6 +38,7 @@ from schemas.events import (
 from schemas.identity import ROLLOUT, Identity, RolloutMode, agent_of, replica_and_node
 from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed, Missing, Outcome, Reason, Skipped
 from schemas.reports import Report, SyncReport
+from schemas.selection import profile_skip_reason
 from tests.simulation import serving
 from tests.simulation.engine import weights_of
 from workers.machine.state import AgentState
@@ -151,27 +152,24 @@ def primaries(report: Report) -> Iterator[tuple[int, object]]:
             yield place[0], line.conclusion
 
 
-def quorum(promises: Promises, bus: Bus, before: CoordinatorState) -> str:
-    """A commit rests on as many replicas that loaded as were asked for."""
-    sync = before.sync
-    published = promises.log.get(bus.state.seq)
-    command = published.command if published is not None else None
-    if sync is None or sync.request.quorum is None or not isinstance(command, WeightSync) or command.phase != "commit":
+def quorum(promises: Promises, before: CoordinatorState, new: Published) -> str:
+    """A commit, of weights or of an adapter, rests on as many replicas that loaded as were asked for."""
+    command = new.command
+    if not isinstance(command, WeightSync | AdapterSync) or command.phase != "commit":
         return ""
-    load = max((seq for seq, other in promises.log.items() if _is_phase(other, "load", command.version)), default=0)
-    if load <= sync.seq - 1 and sync.phase == "load":
-        load = sync.seq
-    concluded = promises.concluded.get((promises.log[load].origin, load)) if load else None
-    if concluded is None:
-        return f"v{command.version} is committed, and no replica was asked to load it"
+    sync = before.syncs.get(command.adapter.name if isinstance(command, AdapterSync) else "")
+    loads = [seq for seq, other in promises.log.items() if _is_phase(other, "load", command)]
+    report = promises.concluded.get((promises.log[loads[-1]].origin, loads[-1])) if loads else None
+    if sync is None or report is None:
+        return f"{command} is published, and no replica was asked to load it, or the load has not ended"
+    stale = Skipped(Reason.STALE_VERSION)
     loaded = [
         replica
-        for replica, conclusion in primaries(concluded)
-        if followed(conclusion) or (conclusion == Skipped(Reason.STALE_VERSION) and replica in sync.holding)
+        for replica, conclusion in primaries(report)
+        if followed(conclusion) or (conclusion == stale and (sync.key or replica in sync.holding))
     ]
-    if len(loaded) < asked(sync):
-        return f"v{command.version} is committed with {loaded}, the quorum is {sync.request.quorum}"
-    return ""
+    short = len(loaded) < asked(sync) and (sync.key or sync.request.quorum is not None)
+    return f"{command} is published with {loaded}, the quorum is {sync.request.quorum}" if short else ""
 
 
 def _waited_for_new(promises: Promises, before: CoordinatorState, concluded: Report) -> str:
@@ -212,7 +210,7 @@ def compared(promises: Promises, before: CoordinatorState, command: object) -> s
     sync = before.sync
     if sync is None or not isinstance(command, WeightSync) or command.phase != "commit":
         return ""
-    loads = [seq for seq, other in promises.log.items() if _is_phase(other, "load", command.version)]
+    loads = [seq for seq, other in promises.log.items() if _is_phase(other, "load", command)]
     report = promises.concluded.get((promises.log[max(loads)].origin, max(loads))) if loads else None
     if report is None:
         return ""
@@ -272,9 +270,14 @@ def _phase_of(phase: Report) -> str:
     return phase.command.phase if isinstance(phase.command, WeightSync | AdapterSync) else ""
 
 
-def _is_phase(published: Published, phase: str, version: int) -> bool:
+def _is_phase(published: Published, phase: str, of: WeightSync | AdapterSync) -> bool:
+    """Whether a command is this phase of the sync that another one is of."""
     command = published.command
-    return isinstance(command, WeightSync) and (command.phase, command.version) == (phase, version)
+    if isinstance(command, AdapterSync) and isinstance(of, AdapterSync):
+        return (command.phase, command.adapter) == (phase, of.adapter)
+    if isinstance(command, WeightSync) and isinstance(of, WeightSync):
+        return (command.phase, command.version) == (phase, of.version)
+    return False
 
 
 def waited(promises: Promises, before: CoordinatorState, after: CoordinatorState, concluded: Report) -> str:
@@ -491,3 +494,53 @@ def session(promises: Promises, identity: Identity, seq: int, wanted: int | None
             return f"the snapshot wants session {wanted}, and seq {at} has opened {command.step}"
         return ""
     return ""
+
+
+def closing(promises: Promises, process: Process) -> str:
+    """I7: a session that the trainer wants open is closed by its own stop, a newer start, a new epoch, the lease, or
+    because it failed at this agent, by nothing else: judged by the log, and by what the agent answered. One whose stop
+    was cut off is not the one that a later start of its step asks for.
+    """
+    engine, state = process.slot.engine, process.state
+    ledger = process.slot.ledger
+    if engine is None or engine.session_step is None or serving.misled(process):
+        return ""
+    if engine.session_step == engine.forgotten:
+        return ""
+    if ledger.lease_over or ledger.lost_epoch or ledger.late_start == engine.session_step:
+        return ""
+    if engine.stop_doubtful:
+        return ""
+    trigger = state.activity.trigger if state.activity is not None else None
+    seq = trigger.seq if trigger is not None else state.seq
+    start = _wanted_by(promises.log, process.slot.identity, engine.session_step, seq)
+    begun_anew = promises.begun_anew.get(process.slot.identity.unit, 0)  # its place was taken up again, from nothing
+    if start is None or start <= max(ledger.begun_at, begun_anew):
+        return ""
+    given = ledger.answered.get((promises.log[start].origin, start), [])
+    if any(_gave_up(outcome) for outcome in given):
+        return ""
+    return f"{process.peer} closes the session of step {engine.session_step}, which seq {start} asked for"
+
+
+def _wanted_by(log: dict[int, Published], place: Identity, step: int, seq: int) -> int | None:
+    """The newest start that wants this session open as of a seq; None if it is not wanted."""
+    for at in range(seq, 0, -1):
+        published = log.get(at)
+        if published is None or isinstance(published.command, EpochStart):
+            return None
+        if isinstance(published.command, Drain) and published.target.includes(place):
+            return None
+        command = published.command
+        if not isinstance(command, ProfileCommand) or not published.target.includes(place):
+            continue
+        if command.action == "stop" and command.step == step:
+            return None
+        plan = command.plan_for(place.role)
+        if command.action == "start" and plan is not None and profile_skip_reason(plan, command.step, place) is None:
+            return at if command.step == step and at != seq else None  # a start may replace one with another plan
+    return None
+
+
+def _gave_up(outcome: Outcome) -> bool:
+    return not isinstance(outcome, Acted) and outcome != Skipped(Reason.ALREADY_PROFILING)

@@ -57,8 +57,7 @@ def look(bus: Bus) -> None:
 
 def _status(bus: Bus) -> Iterator[str]:
     world, now_us = bus.world, bus.now_us
-    heard_us = {peer: now_us - 1000 * (world.now - at_ms) for peer, at_ms in bus.heard.items()}
-    status = fleet_status(bus.state, now_us, "log", heard_us, wall_ns=world.now * 1_000_000)
+    status = fleet_status(bus.state, now_us, "log", bus.inbox.last_heard_us, wall_ns=world.now * 1_000_000)
     yield from _lines(bus, status)
     yield from _open(bus, status)
     commits = [found for found in world.promises.log.values() if _is_commit(found.command)]
@@ -115,9 +114,9 @@ def _lines(bus: Bus, status: FleetStatus) -> Iterator[str]:
         if line.away_ms > world.now:
             yield f"{name} is away for {line.away_ms} ms, the run goes on for {world.now} ms"
         member, slot = bus.state.members[name], world.slot(name)
-        heard_ms = bus.heard.get(member.peer, world.now)
-        if line.silent_ms != world.now - heard_ms:
-            yield f"{name} is said to be silent for {line.silent_ms} ms, it was heard at {heard_ms}"
+        silent_us = bus.now_us - bus.inbox.last_heard_us.get(member.peer, bus.now_us)
+        if line.silent_ms != silent_us // 1000:
+            yield f"{name} is said to be silent for {line.silent_ms} ms, it is for {silent_us} us"
         yield from _newer(bus, status, name)
         said = line.status
         if said is None or slot.process is None or slot.process.peer != member.peer or said.since_ms is None:
@@ -371,7 +370,7 @@ def _adapted(bus: Bus, view: FleetView) -> Iterator[str]:
 def key(process: Process, message: Upward) -> str:
     """P10: the key of an agent lets it send what agents send, in its own name only."""
     place = process.slot.identity
-    places = ((), (place.agent,), (str(place.unit),), ("77", place.agent))[place.node_rank + process.wire & 3]
+    places = ((), (place.agent,), (str(place.unit),), ("77", place.agent))[place.node_rank + process.connection & 3]
     grant = Grant(name="key", role="agent", places=places)
     if refused := refusal(grant, message, place.agent):
         return f"{process.peer} may not send {message}: {refused}"

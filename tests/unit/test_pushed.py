@@ -555,3 +555,18 @@ def test_an_engine_of_the_first_sync_serves_what_it_has_once_the_trainer_is_lost
         run.seen = replace(run.seen, label="step 7", version=None)
     run.feed(LeaseExpired(at_ms=5))
     assert run.seen.generating and run.state.engine.version == (7 if pushed else 0)
+
+
+@pytest.mark.parametrize("source", [Checkpoint("v6"), Pushed("step 6", path="v6")])
+def test_the_first_label_after_a_load_is_that_of_the_load_only_if_the_load_gives_it(
+    source: Checkpoint | Pushed,
+) -> None:
+    """The engine could not be read after the load, and its agent was away when the trainer pushed other weights."""
+    run = Run(desired=Desired(committed=Committed(6, source, None)))
+    unread = replace(run.state.engine, label=None, version_label=None, generating=False)
+    run.state = replace(run.state, engine=unread)
+    run.calls.clear()
+    run.seen = replace(run.seen, label="step 7", version=None, generating=False)
+    run.feed(EngineObserved(at_ms=1, observation=run.seen))
+    assert run.calls == ["check_source", "load", "flush", "resume"] and is_ready(run.state)
+    assert run.seen.label == ("6" if isinstance(source, Checkpoint) else "step 6")

@@ -8,7 +8,7 @@ from typing import Final, assert_never
 
 from msgspec.structs import replace
 
-from schemas.commands import Checkpoint, Pushed, split_model
+from schemas.commands import Checkpoint, split_model
 from schemas.desired import ALL_TAGS, Committed, Desired
 from schemas.events import (
     Abort,
@@ -135,8 +135,8 @@ def _with_label(engine: EngineState, observation: Observation) -> EngineState:
     """Return `engine` with the weights that the observed label stands for.
 
     A trainer chooses the labels of what it pushes, and an earlier run counted its own versions, so a number alone is no
-    version of ours: only after a load is the label that of the load. Of an engine that is seen for the first time, or
-    again without a journal, only the label of its launch is believed.
+    version of ours: only after a load is the label that of the load, if it is the one that a load gives. Of an engine
+    that is seen for the first time, or again without a journal, only the label of its launch is believed.
     """
     label = observation.label
     version = engine.version if observation.version is None else observation.version
@@ -145,12 +145,12 @@ def _with_label(engine: EngineState, observation: Observation) -> EngineState:
     if _is_unproven(engine, observation):
         stale = engine.stale_cache or engine.label not in (None, label)
         return replace(engine, label=label, launch_label=engine.launch_label or label, stale_cache=stale)
-    pushed = engine.loaded is not None and isinstance(engine.loaded.source, Pushed)
-    if label == engine.version_label or (pushed and engine.version_label is None):
-        return replace(engine, label=label, version_label=label)
-    if engine.version_label is not None:
+    loaded, given = engine.loaded, engine.version_label
+    if given is None and loaded is not None and observation.version != loaded.version:
+        given = label_of(loaded) or str(loaded.version)
+    if given not in (None, label):
         return replace(engine, label=label, stale_cache=True)
-    return replace(engine, label=label, version_label=label, version=version)
+    return replace(engine, label=label, version_label=label, version=version if loaded is None else engine.version)
 
 
 def _has_other_bytes(engine: EngineState, observation: Observation) -> bool:

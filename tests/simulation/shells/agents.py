@@ -22,11 +22,10 @@ from schemas.errors import AgentError, CheckpointError, EngineError, IdentityTak
 from schemas.outcomes import Trace
 from tests.simulation import verdicts
 from tests.simulation.agent import NO_TOKENIZER, Process
-from tests.simulation.disk import Disk
 from tests.simulation.engine import LOST, Attempt
 from tests.simulation.promises import Broken
 from tests.simulation.shells.network import Host, Way
-from tests.simulation.slot import Slot
+from tests.simulation.slot import Disk, Slot
 from workers.agent import Agent
 from workers.machine.rules import is_leaving
 from workers.machine.state import AgentState
@@ -179,7 +178,8 @@ class RealProcess:
     def _ended(self, error: BaseException | None) -> None:
         self.world.say(f"{self.peer} ends: {error!r}")
         if isinstance(error, IdentityTaken):
-            self._give_up()
+            self._gone()
+            self.slot.turn_away(self.peer)
         elif self._may_end(error):
             self._gone()
             self.world.at(self.world.rng.choice((10, 500, 3000)), self.slot.start)
@@ -191,14 +191,6 @@ class RealProcess:
         asked = self._leaving and isinstance(error, asyncio.CancelledError | None)
         drained = error is None and is_leaving(self.state)
         return asked or drained or (self.driver_killed and isinstance(error, AgentError))
-
-    def _give_up(self) -> None:
-        """The bus refuses this agent for good. Now and then somebody starts it again all the same."""
-        alone = not self.slot.double and self.world.now > self.world.doubled_until.get(self.slot.identity.unit, -1)
-        self._gone()
-        if alone and self.slot.name not in self.world.promises.ever_retired:
-            self.world.fail(Broken("P3 answer", f"{self.peer} is turned away though it is alone"))
-        self.world.at(self.world.rng.randrange(3000, 8000), self.slot.start)
 
     def die(self) -> None:
         """Be killed: what is not in the journal is lost. The engine may or may not finish its call."""
@@ -268,8 +260,6 @@ class RealProcess:
             self.world.say(f"    {self.peer} {event}\n            -> {list(effects)}")
         if isinstance(event, events.Started):
             self._judge_start(event)
-        if before.stopping and any(isinstance(effect, events.Perform) for effect in effects):
-            self.world.promises.broken("P5 one effect", f"{self.peer} was asked to end, and begins {effects}")
         if isinstance(event, events.LeaseExpired):
             self._expired_ms = self.world.now
         self.world.promises.after_agent(cast("Process", self), before, event, effects)
@@ -298,8 +288,6 @@ class RealProcess:
         if self.incarnation and not self._restart_asked:
             self.world.promises.broken("S1 no silent end", f"{self.peer} begins anew, and nothing has asked for that")
         self.incarnation, self._restart_asked = started.incarnation, False
-        if self.slot.engine is not None and self.state.interrupted is not None:  # perhaps its result was not written
-            self.slot.engine.doubt(self.state.interrupted.calls[0])
 
 
 class Backend:
@@ -391,14 +379,8 @@ class Backend:
             world.promises.broken("S2 no late call", f"{process.peer} begins {call} after its deadline")
         if world.now > max(process.requested_ms, self._stubborn_ms) + WAITS_MS:
             world.promises.broken("S5 commands first", f"{process.peer} was asked at {process.requested_ms} ms: {call}")
-        world.promises.performing(cast("Process", process), events.Perform(call_id=activity.call_id, call=call))
-        known = process.agent.state.engine.instance == f"launch {engine.instance}"
-        world.called(self.slot)
-        engine.caller = cast("Process", process)
-        attempt, duration_ms = engine.begin(call, activity.call_id, known)
-        if world.weather.hits("agent", f"in {attempt.word}") and world.rng.random() < 0.4:
-            world.at(world.rng.randrange(duration_ms), process.die)
-        self._attempt = attempt
+        perform = events.Perform(call_id=activity.call_id, call=call)
+        self._attempt, duration_ms = attempt, _ = self.slot.begin_call(cast("Process", process), perform, engine)
         await self._pass(duration_ms)
         self._attempt = None
         return _KILLED if process.dead else self._end(attempt)

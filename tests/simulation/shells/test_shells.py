@@ -6,7 +6,8 @@
 import pytest
 
 from tests.simulation.promises import Broken
-from tests.simulation.shells.world import ShellWorld, simulate
+from tests.simulation.recorded import unexplained
+from tests.simulation.shells.world import simulate
 
 SHORT = 12
 BLOCK = 50
@@ -29,23 +30,8 @@ def test_promises_hold_with_real_shells(first: int, end: int) -> None:
         except Broken as broken:
             story = f"python -m tests.simulation.shells.world {seed}"
             pytest.fail(f"seed {seed}: {broken}. Its story: {story}", pytrace=False)
-        assert _violations(world) == [], f"seed {seed}"
-
-
-def _violations(world: ShellWorld) -> list[str]:
-    """What `log verify` finds in the run's log, but for engines that can't be paused, and serve whatever they hold; for
-    those that another agent, which is cut off, commands too, so that a log shows what that did; for replicas out of
-    reach, which may have served an old version; and for sessions that went on without their journal.
-    """
-    stubborn = {slot.name for slot in world.slots if slot.engine is not None and slot.engine.unable}
-    commanded_twice = {slot.name for slot in world.slots if slot.identity.unit in world.doubled_until}
-    excused: dict[str, set[str]] = {"I1": stubborn | commanded_twice, "I7": world.forgotten}
-    violations = [found for found in world.violations if found.invariant != "I12"]
-    return [
-        str(found)
-        for found in violations
-        if not (found.agents and excused.get(found.invariant, set()) >= set(found.agents))
-    ]
+        twice = {slot.name for slot in world.slots if slot.identity.unit in world.doubled_until}
+        assert unexplained(world, world.violations, twice) == [], f"seed {seed}"
 
 
 @pytest.mark.parametrize("seed", [3, 8])

@@ -92,7 +92,7 @@ class ShellWorld(World):
         self._tasks: list[asyncio.Task[Any]] = []
         self._log_lives, self._over = 0, False
         self.network = Network(Random(f"network {seed}"), self.say)
-        super().__init__(seed, None, story)
+        super().__init__(seed, story)
         self.promises = ShellPromises(self)
         self.trainer = RealTrainer(self)
         self.rough = Rough.draw(Random(f"rough {seed}"))
