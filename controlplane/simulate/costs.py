@@ -1,6 +1,5 @@
 """What a run cost: adds up the decisions of a simulated run, or of a recorded one, in the same way."""
 
-from collections.abc import Mapping
 from typing import Literal, get_args
 
 from msgspec import Struct
@@ -67,14 +66,6 @@ class CostCounter:
             if isinstance(effect, Conclude) and isinstance(effect.report, SyncReport):
                 self._ended(effect.report, event.at_us, self._requests.pop(effect.ticket or 0, event.at_us))
 
-    def add_sync(self, begun_us: int, ended_us: int, paused_us: Mapping[str, int]) -> None:
-        """Add a sync in which nothing failed, and for how long each replica was paused for it."""
-        self._ended_us, self._behind = ended_us, 0
-        self._times.values.append(ended_us - begun_us)
-        for name, spent_us in paused_us.items():
-            if name in self._replicas:
-                self._replicas[name].pause(spent_us // 1000)
-
     def _ended(self, report: SyncReport, at_us: int, since_us: int) -> None:
         self._ended_us = at_us
         self._times.values.append(at_us - since_us)
@@ -86,12 +77,18 @@ class CostCounter:
 
     def decided_by_agent(self, name: str, event: Event, after: AgentState) -> None:
         """Add a decision of the agent beside an engine."""
-        replica = self._replicas.get(name)
-        if replica is None:
-            if isinstance(event, CommandReceived) and isinstance(event.command, WeightSync | AdapterSync):
-                self._replicas[name] = _Replica(after, event.at_ms)
-        else:
-            replica.follow(after, event.at_ms)
+        if name in self._replicas:
+            self.change(name, condition_of(after), event.at_ms)
+        elif isinstance(event, CommandReceived) and isinstance(event.command, WeightSync | AdapterSync):
+            self._replicas[name] = _Replica(after, event.at_ms)
+
+    def follows(self, name: str) -> bool:
+        """Return whether an agent has got a command of a sync."""
+        return name in self._replicas
+
+    def change(self, name: str, condition: Condition, at_ms: int) -> None:
+        """Add what a replica does from a moment on."""
+        self._replicas[name].change(condition, at_ms)
 
     def finish(self) -> RunCosts:
         """Return the costs of a run with a sync that has ended."""
@@ -121,18 +118,13 @@ class _Replica:
     def __init__(self, state: AgentState, at_ms: int) -> None:
         self.gpus = state.identity.nnodes * state.identity.gpus_per_node
         self.spent_ms: dict[Condition, int] = {}
-        self._condition, self._since_ms = _condition(state), at_ms
+        self._condition, self._since_ms = condition_of(state), at_ms
 
-    def follow(self, state: AgentState, at_ms: int) -> None:
+    def change(self, condition: Condition, at_ms: int) -> None:
         """Count the time up to now."""
         spent_ms = max(0, at_ms - self._since_ms)  # another boot of its node has another clock
         self.spent_ms[self._condition] = self.spent_ms.get(self._condition, 0) + spent_ms
-        self._condition, self._since_ms = _condition(state), at_ms
-
-    def pause(self, spent_ms: int) -> None:
-        """Count time to come: it is paused, and serves again."""
-        self.spent_ms["paused"] = self.spent_ms.get("paused", 0) + spent_ms
-        self._since_ms += spent_ms
+        self._condition, self._since_ms = condition, at_ms
 
     def up_to(self, length_ms: int) -> dict[Condition, int]:
         """Return how long it did what in a run of this length: since its last decision it goes on as it did."""
@@ -140,7 +132,8 @@ class _Replica:
         return {**self.spent_ms, self._condition: self.spent_ms.get(self._condition, 0) + left_ms}
 
 
-def _condition(state: AgentState) -> Condition:
+def condition_of(state: AgentState) -> Condition:
+    """Return what the replica of an agent in this state does."""
     engine, activity = state.engine, state.activity
     if engine.tokenizer != "present":
         return "down"

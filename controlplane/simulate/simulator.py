@@ -5,7 +5,7 @@ The shells here do what the real ones do, as far as it costs time: they ask thei
 
 from collections import defaultdict
 from collections.abc import Callable
-from heapq import heappop, heappush
+from operator import itemgetter
 from typing import Any, Final
 
 from msgspec import convert
@@ -14,15 +14,15 @@ from msgspec.structs import replace
 from controlplane.machine import coordinator
 from controlplane.machine import events as bus_events
 from controlplane.machine.coordinator_state import CoordinatorState
+from controlplane.simulate.alike import Course, Follower, Situation
 from controlplane.simulate.costs import CostCounter, RunCosts
 from controlplane.simulate.fleet_model import Duration, FleetModel, RecordedFailure
 from controlplane.simulate.luck import NO_ANSWER, RETURNED, SECOND, DrawnCalls, Luck
-from controlplane.simulate.modelled_engine import ModelledEngine
-from controlplane.simulate.quiet import TURN_US, QuietSyncs
+from controlplane.simulate.modelled_engine import ModelledEngine, launched
 from controlplane.simulate.virtual_clock import VirtualClock
 from schemas import events, wire
 from schemas.agent_status import AgentStatus
-from schemas.commands import AdapterRequest, AdapterSync, Checkpoint, Command, Target, UnknownCommand, WeightSync
+from schemas.commands import AdapterRequest, AdapterSync, Checkpoint, Target, WeightSync
 from schemas.errors import ConfigError
 from schemas.identity import Identity, agent_of
 from schemas.reports import SyncReport
@@ -45,18 +45,31 @@ def simulate(model: FleetModel) -> RunCosts:
     return Simulation(model).run()
 
 
+def received(epoch: int, record: wire.CommandRecord) -> events.CommandReceived:
+    """Return a command as an agent gets it, but for the time."""
+    envelope = record.envelope
+    return events.CommandReceived(
+        at_ms=0,
+        epoch=epoch,
+        origin=record.origin,
+        seq=record.seq,
+        ttl_ms=envelope.ttl_ms,
+        command=wire.decode_command(envelope.body),
+        target=envelope.target,
+    )
+
+
 class Simulation:
     """One run. Until all agents have joined, its trainer waits."""
 
     def __init__(self, model: FleetModel) -> None:
         self.model, self.clock, self.costs = model, VirtualClock(), CostCounter()
         self.luck = Luck(model.seed)
-        self._failures_us: list[int] = []  # a heap
         self.recorded: defaultdict[int, list[RecordedFailure]] = defaultdict(list)  # by sync: what is still to come
         for failure in model.failures.recorded:
             self.recorded[failure.sync].append(failure)
         self.fixed_network_us = round(model.network * SECOND) if isinstance(model.network, float | int) else None
-        self.quiet = QuietSyncs(self)
+        self.beat_us = self.luck.us(model.network, "", "heartbeats")
         self.bus = SimulatedBus(self)
         agents = [SimulatedAgent(self, replica) for replica in range(model.fleet.replicas)]
         self.agents = {agent.name: agent for agent in agents}
@@ -70,7 +83,21 @@ class Simulation:
             self.clock.step()
             if self.clock.now > WEEK_US * (self.costs.syncs + 1):
                 raise ConfigError(f"after {self.costs.syncs} syncs there is less than one a week: it fails too often")
+        for agent in self.agents.values():
+            agent.part()
         return self.costs.finish()
+
+    def gather(self) -> None:
+        """Have agents in the same situation decide alike."""
+        found: dict[int, tuple[Situation, Situation]] = {}  # by what it was: what it is from now on
+        for agent in self.agents.values():
+            if agent.follower is None and agent.is_settled:
+                agent.follower = Follower(agent)
+            if (follower := agent.follower) is not None and follower.has_ended():
+                own = follower.situation
+                if id(own) not in found:
+                    found[id(own)] = own, next((other for _, other in found.values() if other == own), own)
+                _, follower.situation = found[id(own)]
 
     def after(self, duration: Duration, place: str, what: str, act: Callable[..., None], *args: Any) -> None:
         """Have something happen after a time that is drawn."""
@@ -87,14 +114,7 @@ class Simulation:
             self._fail_after(self.luck.of(place, what).expovariate(per_hour / 3600), again)
 
     def _fail_after(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
-        wait_us = round(seconds * SECOND)
-        heappush(self._failures_us, self.clock.now + wait_us)
-        self.clock.at(wait_us, self._fails, act, *args)
-
-    def _fails(self, act: Callable[..., None], *args: Any) -> None:
-        heappop(self._failures_us)
-        self.quiet.failed()
-        act(*args)
+        self.clock.at(round(seconds * SECOND), act, *args)
 
     def reached(self, sync: int, phase: str) -> None:
         """Have fail what failed in this part of a recorded run, or in one that this run has left out."""
@@ -107,10 +127,6 @@ class Simulation:
             elif agent is not None:
                 self._fail_after(failure.after, agent.fail, failure.what, failure.lasts)
 
-    def fails_by(self, at_us: int) -> bool:
-        """Return whether anything fails up to a moment."""
-        return bool(self._failures_us) and self._failures_us[0] <= at_us
-
 
 class SimulatedAgent:
     """The agent of a replica's first node, and the engine beside it. Its journal keeps `state`."""
@@ -119,21 +135,33 @@ class SimulatedAgent:
         self.run, self.model, self.clock, size = run, run.model, run.clock, run.model.fleet
         self.identity = Identity(replica=replica, node_rank=0, nnodes=size.nodes, gpus_per_node=size.gpus)
         self.name = self.identity.agent
-        self.engine, self.calls = ModelledEngine(size.engine), DrawnCalls(run.model, run.luck, self.name)
+        self.engine, self.calls = ModelledEngine(launched(size.engine)), DrawnCalls(run.model, run.luck, self.name)
         self.state = AgentState()
         self.alive = self._cut = self._beats = False
         self.peer = ""  # its connection; empty while there is none
         self.standing = ""  # one that carries nothing, and that the bus can't tell from another
         self._life = self._connections = self._call_id = 0
-        self._arrivals_us: dict[str, int] = {}
+        self.follower: Follower | None = None  # while it decides as others do
+        self.arrivals_us: dict[str, int] = {}  # by connection: the last message's
+        self.ahead_us: dict[str, int] = {}  # by connection: what is drawn for the next message already
+        self._answered: tuple[int, int] | None = None  # the last command, on this connection
         self._deadline_ms: int | None = None
         self._seen: events.Observation | None = None
         self._sent: tuple[int, AgentStatus] | None = None
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is connected, and makes no call."""
-        return bool(self.peer) and not self._call_id
+        """Whether nothing is under way that is its own."""
+        return (
+            bool(self.peer)
+            and not (self._call_id or self._beats)
+            and self.engine.ready
+            and self._seen == self.engine.observe()
+            and machine.next_deadline(self.state) is None
+            and max(self.arrivals_us.values()) <= self.clock.now
+            and self.run.bus.is_live(self.name)
+            and self.run.costs.follows(self.name)
+        )
 
     @property
     def _trigger(self) -> events.CommandReceived | None:
@@ -169,6 +197,7 @@ class SimulatedAgent:
 
     def _die(self, lasts: Duration) -> None:
         """The call in flight is carried out all the same, or not."""
+        self.part()
         if self.alive:
             activity = self.state.activity
             if activity is not None and self.run.luck.of(self.name, "dies").random() < 0.5:
@@ -189,6 +218,7 @@ class SimulatedAgent:
         self.connect()
 
     def _lose_engine(self, lasts: Duration, seen_us: int = AGAIN_US) -> None:
+        self.part()
         if self.engine.ready:
             self.engine.end()
             self._return(self._call_id, events.Fault("engine_error", "the engine died."))
@@ -200,6 +230,7 @@ class SimulatedAgent:
         self.clock.at(seen_us, self._look)
 
     def _look(self) -> None:
+        self.part()
         seen = self.engine.observe()
         if not self._call_id and seen != self._seen:
             self._seen = seen
@@ -208,16 +239,25 @@ class SimulatedAgent:
     # --- the machine --------------------------------------------------------------------------------------------------
 
     def feed(self, event: events.Event) -> None:
-        """Decide, and perform. A heartbeat follows if anything changed: one that repeats the last is no event."""
-        if not self.alive:
-            return
+        """Decide, and perform."""
+        self.part()
+        if self.alive:
+            before = self.state
+            for effect in self.decide(event):
+                self._perform(effect)
+            if self.state is not before:
+                self._plan()
+
+    def decide(self, event: events.Event) -> tuple[events.Effect, ...]:
+        """Have the machine decide, and count what that costs. Return what is to be performed."""
         before = self.state
         self.state, effects = machine.decide(before, event)
-        for effect in effects:
-            self._perform(effect)
-        if self.state is before:
-            return
-        self.run.costs.decided_by_agent(self.name, event, self.state)
+        if self.state is not before:
+            self.run.costs.decided_by_agent(self.name, event, self.state)
+        return effects
+
+    def _plan(self) -> None:
+        """Plan the next deadline, and a heartbeat: one that repeats the last is no event."""
         deadline_ms = machine.next_deadline(self.state)
         if deadline_ms is not None and deadline_ms != self._deadline_ms:
             self._deadline_ms = deadline_ms
@@ -225,6 +265,14 @@ class SimulatedAgent:
         if not self._beats:
             self._beats, interval_us = True, self.model.bus.heartbeat_ms * 1000
             self.clock.at(interval_us - self.clock.now % interval_us, self._beat)
+
+    def part(self) -> None:
+        """From now on it decides by itself."""
+        if self.follower is not None:
+            follower, self.follower = self.follower, None
+            follower.part()
+            self._seen = self.engine.observe()
+            self._plan()
 
     def _tick(self, deadline_ms: int) -> None:
         if self._deadline_ms == deadline_ms:
@@ -235,14 +283,17 @@ class SimulatedAgent:
         self._beats, status = False, (self.state.seq, status_of(self.state))
         if self.peer and status != self._sent:
             self._sent = status
-            self._send(status[1], status[0])
+            self.clock.at(self.run.beat_us, self.run.bus.receive, self.peer, status[1], status[0])
 
     def _perform(self, effect: events.Effect) -> None:
         match effect:
             case events.Perform():
-                self._call(effect.call_id, effect.call)
+                outcome = self.calls.draw(effect.call) if self.engine.ready else NO_ANSWER
+                self.await_call(effect.call, *outcome)
             case events.Answer():
-                self._send(effect)
+                if self.peer:
+                    self._answered = effect.epoch, effect.seq
+                    self._send(self.answer(effect))
             case events.RequestResend():
                 self._send(wire.ResendRequest(first=effect.first, credit=64))
             case events.RequestSnapshot():
@@ -252,12 +303,11 @@ class SimulatedAgent:
                 self.alive, self._call_id = False, 0
                 self.clock.at(0, self.begin)
 
-    def _call(self, call_id: int, call: events.Call) -> None:
-        self._call_id = call_id
-        result, took_us = self.calls.draw(call) if self.engine.ready else NO_ANSWER
-        if self._trigger is not None:
-            self.run.quiet.called(self.name, call)
-        self.clock.at(took_us, self._return, call_id, result, call)
+    def await_call(self, call: events.Call, result: events.Returned | events.Fault, left_us: int) -> None:
+        """Have the call in flight end."""
+        assert self.state.activity is not None
+        self._call_id = self.state.activity.call_id
+        self.clock.at(left_us, self._return, self._call_id, result, call)
 
     def _return(self, call_id: int, result: events.Returned | events.Fault, call: events.Call | None = None) -> None:
         """A call ends, unless it was cut off."""
@@ -275,6 +325,7 @@ class SimulatedAgent:
     def connect(self) -> None:
         """Say hello on a new connection, if the bus can be reached."""
         self.lose_bus()
+        self._answered = None
         if self.alive and not self._cut and self.run.bus.alive:
             self._connections, self._sent = self._connections + 1, None
             self.peer = f"{self.name}/life {self._life}/{self._connections}"
@@ -285,6 +336,7 @@ class SimulatedAgent:
 
     def lose_bus(self) -> None:
         """The connection breaks: the lease runs out without another one, and with a head the bus notices."""
+        self.part()
         peer, self.peer, self.standing = self.peer, "", ""
         self.clock.at(self.model.bus.lease_ms * 1000, self._end_lease, self._connections)
         if peer:
@@ -295,34 +347,41 @@ class SimulatedAgent:
         if not self.peer and self._connections == connections:
             self.feed(events.LeaseExpired(at_ms=self.now_ms))
 
-    def _send(self, message: wire.Upward | events.Answer, seq: int = 0) -> None:
+    def _send(self, message: wire.Upward | bus_events.PeerAnswer) -> None:
         if self.peer:
-            self.deliver("up", self.run.bus.receive, self.peer, message, seq)
+            self.deliver("up", self.run.bus.receive, self.peer, message)
 
     def deliver(self, connection: str, act: Callable[..., None], *args: Any) -> None:
         """Deliver a message on a connection, which keeps order."""
-        arrival_us = self.clock.now + self.network_us()
-        arrival_us = self._arrivals_us[connection] = max(self._arrivals_us.get(connection, 0), arrival_us)
+        arrival_us = self.clock.now + self.network_us(connection)
+        arrival_us = self.arrivals_us[connection] = max(self.arrivals_us.get(connection, 0), arrival_us)
         self.clock.at(arrival_us - self.clock.now, act, *args)
 
-    def network_us(self) -> int:
+    def network_us(self, connection: str) -> int:
         """Return how long a message is on its way."""
-        fixed_us = self.run.fixed_network_us
-        return self.run.luck.us(self.model.network, self.name, "network") if fixed_us is None else fixed_us
+        if connection in self.ahead_us:
+            return self.ahead_us.pop(connection)
+        if self.run.fixed_network_us is not None:
+            return self.run.fixed_network_us
+        return self.run.luck.us(self.model.network, self.name, f"network {connection}")
 
-    def on_command(self, peer: str, epoch: int, record: wire.CommandRecord, command: Command | UnknownCommand) -> None:
+    def publish(self, command: events.CommandReceived, courses: dict[int, Course | None]) -> None:
+        """Publish a command to it."""
+        if self.follower is not None and self.follower.has_ended():
+            self.follower.follow(command, courses)
+        elif self.peer:
+            self.part()
+            self.deliver("publications", self.hear, self.peer, command)
+
+    def hear(self, peer: str, command: events.CommandReceived) -> None:
         """Take a command, published or resent."""
         if self.peer == peer:
-            received = events.CommandReceived(
-                at_ms=self.now_ms,
-                epoch=epoch,
-                origin=record.origin,
-                seq=record.seq,
-                ttl_ms=record.envelope.ttl_ms,
-                command=command,
-                target=record.envelope.target,
-            )
-            self.feed(received)
+            self.feed(replace(command, at_ms=self.now_ms))
+
+    def answer(self, answer: events.Answer) -> bus_events.PeerAnswer:
+        """Return an answer as the bus gets it."""
+        seq, outcome = answer.seq, answer.outcome
+        return bus_events.PeerAnswer(peer=self.peer, origin=answer.epoch, seq=seq, outcome=outcome, rule=answer.rule)
 
     def on_message(self, peer: str, epoch: int, seq: int, message: wire.Downward) -> None:
         """Take a control message."""
@@ -333,10 +392,11 @@ class SimulatedAgent:
                 self._send(wire.Join())
             case wire.Snapshot(desired=desired):
                 self.feed(events.SnapshotReceived(at_ms=self.now_ms, epoch=epoch, seq=seq, desired=desired))
-            case wire.Replay(records=records):
+            case wire.Replay(records=records) if self.follower is None:
                 for record in records:  # most often of what it is doing: it answers that when it is done
-                    if (trigger := self._trigger) is None or (trigger.epoch, trigger.seq) != (epoch, record.seq):
-                        self.on_command(peer, epoch, record, wire.decode_command(record.envelope.body))
+                    doing = (trigger.epoch, trigger.seq) if (trigger := self._trigger) is not None else None
+                    if (epoch, record.seq) not in (doing, self._answered):
+                        self.hear(peer, received(epoch, record))
             case wire.Rejoin():
                 self.clock.at(AGAIN_US, self._connect_again, peer)
 
@@ -352,16 +412,18 @@ class SimulatedBus:
         self.run, self.model, self.clock = run, run.model, run.clock
         self.state = CoordinatorState()
         self.alive = self._waits = False
-        self._life = self._tried = self._turn_us = 0  # the last turn, or the next one if it is planned
+        self._life = self._tried = 0
+        self._turns = False  # at once
         self._inbox: list[bus_events.CoordinatorEvent] = []
         self._answers: list[bus_events.PeerAnswer] = []
+        self.expected: list[tuple[int, bus_events.PeerAnswer]] = []  # those that come alike, the last one first
         self._deadline_us: int | None = None
 
     # --- the trainer --------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """The trainer starts, perhaps again."""
-        self.alive, self._waits, self._life, self._turn_us = True, True, self._life + 1, self.clock.now - TURN_US
+        self.alive, self._waits, self._turns, self._life = True, True, False, self._life + 1
         settings = convert(self.model.bus, bus_events.CoordinatorSettings, from_attributes=True)
         at_ns, logic = self.clock.now * 1000, coordinator.LOGIC
         self._feed(bus_events.Opened(at_us=0, at_ns=at_ns, run="simulated", settings=settings, logic=logic))
@@ -377,16 +439,14 @@ class SimulatedBus:
             self.alive, self._inbox, self._answers, self._deadline_us = False, [], [], None
             for agent in self.run.agents.values():
                 agent.lose_bus()
+            self.expected.clear()
             self.run.after(lasts, "", "trainer back", self.open)
 
     def _sync(self, life: int) -> None:
         if not self.alive or life != self._life:
             return
         policy, self._tried = self.model.policy, self._tried + 1
-        ended_us = None if self._tried in self.run.recorded else self.run.quiet.draw()
-        if ended_us is not None:
-            self.clock.at(ended_us - self.clock.now, self._plan_sync, life)
-            return
+        self.run.gather()
         quorum = self.model.fleet.replicas if policy.quorum == "all" else policy.quorum
         requested = bus_events.SyncRequested(
             at_us=0,
@@ -407,26 +467,38 @@ class SimulatedBus:
     # --- the machine --------------------------------------------------------------------------------------------------
 
     def _feed(self, event: bus_events.CoordinatorEvent) -> None:
-        """Have an event decided in the next turn, at the time of that turn."""
+        """Have an event decided in the next turn, with all else that arrives at this moment."""
         self._take_answers()
         self._inbox.append(event)
         self._plan_turn()
 
+    def _await_expected(self) -> None:
+        """Plan a turn for the last answer that comes alike. Those before it change nothing by themselves."""
+        if self.expected:
+            self.clock.at(self.expected[0][0] - self.clock.now, self._plan_turn)
+
+    def forget(self, answer: tuple[int, bus_events.PeerAnswer]) -> None:
+        """Expect an answer no more."""
+        if answer in self.expected:
+            self.expected.remove(answer)
+            self._await_expected()
+
     def _take_answers(self) -> None:
+        while self.expected and self.expected[-1][0] <= self.clock.now:
+            self._answers.append(self.expected.pop()[1])
         if self._answers:
             self._inbox.append(bus_events.AnswersReceived(at_us=0, answers=tuple(self._answers)))
             self._answers = []
 
     def _plan_turn(self) -> None:
-        now_us = self.clock.now
-        if self._turn_us <= now_us:
-            self._turn_us = max(now_us + 1, self._turn_us + TURN_US)
-            self.clock.at(self._turn_us - now_us, self._turn, self._life)
+        if not self._turns:
+            self._turns = True
+            self.clock.at(0, self._turn, self._life)
 
     def _turn(self, life: int) -> None:
         if not self.alive or life != self._life:
             return
-        now_us = self.clock.now
+        now_us, self._turns = self.clock.now, False
         self._take_answers()
         batch, self._inbox = self._inbox, []
         deadline_us = coordinator.next_deadline(self.state)
@@ -441,11 +513,12 @@ class SimulatedBus:
         if deadline_us is not None and deadline_us != self._deadline_us:
             self._deadline_us = deadline_us
             self.clock.at(max(0, deadline_us - now_us), self._wake, deadline_us)
-        if self._waits and all(self._is_live(agent.name) for agent in self.run.agents.values() if agent.peer):
+        if self._waits and all(self.is_live(agent.name) for agent in self.run.agents.values() if agent.peer):
             self._waits = False
             self._plan_sync(self._life)
 
-    def _is_live(self, name: str) -> bool:
+    def is_live(self, name: str) -> bool:
+        """Return whether an agent has joined."""
         return name in self.state.members and self.state.members[name].state == "live"
 
     def _wake(self, deadline_us: int) -> None:
@@ -459,35 +532,33 @@ class SimulatedBus:
     def _perform(self, effect: bus_events.CoordinatorEffect) -> None:
         match effect:
             case bus_events.Publish(epoch=epoch, seq=seq, envelope=envelope):
-                record = wire.CommandRecord(origin=epoch, seq=seq, envelope=envelope)
-                command = wire.decode_command(envelope.body)
-                if isinstance(command, WeightSync | AdapterSync):
-                    self.run.quiet.published(command.phase)
-                    self.run.reached(self._tried, command.phase)
+                command = received(epoch, wire.CommandRecord(origin=epoch, seq=seq, envelope=envelope))
+                if isinstance(command.command, WeightSync | AdapterSync):
+                    self.run.reached(self._tried, command.command.phase)
+                courses: dict[int, Course | None] = {}
                 for agent in self.run.agents.values():
-                    if agent.peer:
-                        agent.deliver("publications", agent.on_command, agent.peer, epoch, record, command)
+                    agent.publish(command, courses)
+                self.expected.sort(key=itemgetter(0), reverse=True)
+                self._await_expected()
             case bus_events.Send(peer=peer) | bus_events.Ping(peer=peer):
                 agent = self.run.agents[agent_of(peer)]
                 if peer not in (agent.peer, agent.standing):
                     self._feed(bus_events.PeerLost(at_us=0, peer=peer, reason="unreachable"))
                 elif isinstance(effect, bus_events.Send) and agent.peer:
                     agent.deliver("down", agent.on_message, peer, effect.epoch, effect.seq, effect.message)
-            case bus_events.Conclude(report=SyncReport() as report):
-                self.run.quiet.concluded(report)
+            case bus_events.Conclude(report=SyncReport()):
                 self.run.reached(self._tried, "step")
                 self._plan_sync(self._life)
             case bus_events.Refuse(reason=reason):
                 raise ConfigError(f"the bus refuses the sync: {reason}")
 
-    def receive(self, peer: str, message: wire.Upward | events.Answer, seq: int) -> None:
+    def receive(self, peer: str, message: wire.Upward | bus_events.PeerAnswer, seq: int = 0) -> None:
         """Take a message of an agent."""
         if not self.alive:
             return
         match message:
-            case events.Answer(epoch=origin, outcome=outcome, rule=rule):
-                answer = bus_events.PeerAnswer(peer=peer, origin=origin, seq=message.seq, outcome=outcome, rule=rule)
-                self._answers.append(answer)
+            case bus_events.PeerAnswer():
+                self._answers.append(message)
                 self._plan_turn()
             case AgentStatus():
                 self._feed(bus_events.StatusReceived(at_us=0, peer=peer, seq=seq, status=message))

@@ -16,7 +16,6 @@ from controlplane.simulate.costs import RunCosts
 from controlplane.simulate.fit import fit
 from controlplane.simulate.fleet_model import Tree, checked, merged, varied
 from controlplane.simulate.modelled_engine import Kind
-from controlplane.simulate.quiet import QuietSyncs
 from controlplane.simulate.simulator import Simulation, simulate
 from schemas.errors import ConfigError
 from schemas.events import EngineObserved
