@@ -5,6 +5,7 @@ An agent that anything happens to gets its own state, as if it had decided all b
 """
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 _ANY: Final = AgentState()
 """Its names stand for those of all who are alike."""
+
+
+Expected = tuple[int, PeerAnswer]
+"""An answer, and when the bus has it."""
 
 
 class Situation(Struct, frozen=True):
@@ -99,73 +104,96 @@ class Follower:
     def __init__(self, agent: "SimulatedAgent") -> None:
         self._agent = agent
         self.situation = Situation(_named(agent.state, _ANY, FIRST_LAUNCH), agent.engine.state)
-        self._command: events.CommandReceived | None = None
-        self._course: Course | None = None
-        self._moments_us: list[int] = []  # when the command has arrived, and when each call ends
+        self._follows: tuple[events.CommandReceived, Course, Expected] | None = None
+        self._moments_us: list[int] = []  # when that command has arrived, and when each call ends
         self._drawn: list[tuple[events.Call, Outcome]] = []
-        self._answer: tuple[int, PeerAnswer] | None = None  # and when the bus has it
+        self._changes: list[tuple[Condition, int]] = []  # each from which moment on (ms)
 
     def has_ended(self) -> bool:
         """Whether it has come to the end of its course. Then that is counted."""
-        if (course := self._course) is None:
-            return True
-        if self._moments_us[-1] > self._agent.clock.now:
-            return False
-        for place, condition in course.changes:
-            self._agent.run.costs.change(self._agent.name, condition, self._moments_us[place] // 1000)
-        self.situation, self._course, self._command = course.after, None, None
-        return True
+        if self._follows is not None and self._moments_us[-1] <= self._agent.clock.now:
+            _, course, _ = self._follows
+            self.situation, self._follows = course.after, None
+            self.count()
+        return self._follows is None
 
-    def follow(self, command: events.CommandReceived, courses: dict[int, Course | None]) -> None:
-        """Take a command that is published now, alike in each situation, or part."""
-        agent, situation = self._agent, self.situation
-        self._command, self._answer = command, None
-        at_us = agent.clock.now + agent.network_us("publications")
-        self._moments_us, self._drawn = [at_us], []
-        if id(situation) not in courses:
-            courses[id(situation)] = _course(situation, agent.identity, command)
-        course = self._course = courses[id(situation)]
-        named = isinstance(command.command, WeightSync) and agent.identity.replica in command.command.quarantine
-        if course is None or named:
-            agent.part()
-            return
+    def count(self) -> None:
+        """Count what it has gone through."""
+        for condition, at_ms in self._changes:
+            self._agent.run.costs.change(self._agent.name, condition, at_ms)
+        self._drawn, self._changes = [], []
+
+    def put_back(self, begun: int = 0) -> None:
+        """Have the engine meet again what was drawn for it, but for the calls that have begun."""
+        for call, outcome in reversed(self._drawn[begun:]):
+            self._agent.calls.put_back(call, outcome)
+        self._drawn, self._changes = [], []
+
+    def draw(self, course: Course, at_us: int) -> int | None:
+        """Draw a course. Return when the bus has the answer to what it publishes now; None if anything fails."""
+        agent = self._agent
+        at_us += agent.network_us("publications")
         latest_us = at_us // 1000 * 1000 + course.limit_us
+        moments_us = self._moments_us = [at_us]
         for call in course.calls:
             outcome = result, took_us = agent.calls.draw(call)
             at_us += took_us
-            self._moments_us.append(at_us)
+            moments_us.append(at_us)
             self._drawn.append((call, outcome))
             if isinstance(result, events.Fault) or at_us >= latest_us:
-                agent.part()
-                return
-        at_us = self._moments_us[course.answered] + agent.network_us("up")
-        self._answer = at_us, agent.answer(course.answer)
-        agent.run.bus.expected.append(self._answer)
+                return None
+        self._changes += [(condition, moments_us[place] // 1000) for place, condition in course.changes]
+        return moments_us[course.answered] + agent.network_us("up")
+
+    def follow(self, command: events.CommandReceived, courses: dict[int, Course | None]) -> bool:
+        """Take a command that is published now, if it leads to the same as for others, and all goes well."""
+        agent, key, body = self._agent, id(self.situation), command.command
+        if key not in courses:
+            courses[key] = _course(self.situation, agent.identity, command)
+        if (course := courses[key]) is None or (isinstance(body, WeightSync) and agent.replica in body.quarantine):
+            return False
+        if (arrives_us := self.draw(course, agent.clock.now)) is None:
+            agent.ahead_us["publications"] = self._moments_us[0] - agent.clock.now
+            self.put_back()
+            return False
+        expected = arrives_us, agent.answer(course.answer)
+        self._follows = command, course, expected
+        agent.run.bus.expected.append(expected)
+        return True
 
     def part(self) -> None:
         """Give the agent its own state, as if it had decided all by itself until now."""
-        agent, now_us, moments_us, drawn = self._agent, self._agent.clock.now, self._moments_us, self._drawn
+        agent, now_us, moments_us = self._agent, self._agent.clock.now, self._moments_us
         agent.engine.state = self.situation.engine
         agent.state = _named(self.situation.state, agent.state, agent.engine.instance)
-        if self._command is None:
+        if self._follows is None:
             return
-        decided = bisect_right(moments_us, now_us) if self._answer is not None else 0
-        event: events.Event = self._command
+        command, course, expected = self._follows
+        event: events.Event = command
+        decided = bisect_right(moments_us, now_us)
         for place, at_us in enumerate(moments_us[:decided]):
             if place:
-                event = _returned(agent.engine, agent.state, drawn[place - 1][0], at_us // 1000)
+                event = _returned(agent.engine, agent.state, course.calls[place - 1], at_us // 1000)
             agent.decide(replace(event, at_ms=at_us // 1000))
         if not decided:
-            agent.clock.at(moments_us[0] - now_us, agent.hear, agent.peer, self._command)
+            agent.clock.at(moments_us[0] - now_us, agent.hear, agent.peer, command)
         elif decided < len(moments_us):
-            call, (result, _) = drawn[decided - 1]
-            agent.await_call(call, result, moments_us[decided] - now_us)
-        for call, outcome in reversed(drawn[decided:]):
-            agent.calls.put_back(call, outcome)
-        if self._answer is not None and self._course is not None:
-            sent_us, arrives_us = moments_us[self._course.answered], self._answer[0]
-            if sent_us <= now_us:
-                agent.arrivals_us["up"] = arrives_us
-            else:
-                agent.run.bus.forget(self._answer)
-                agent.ahead_us["up"] = arrives_us - sent_us
+            agent.await_call(course.calls[decided - 1], RETURNED, moments_us[decided] - now_us)
+        self.put_back(decided)
+        sent_us = moments_us[course.answered]
+        if sent_us <= now_us:
+            agent.arrivals_us["up"] = expected[0]
+        else:
+            agent.ahead_us["up"] = expected[0] - sent_us
+            agent.run.bus.forget(expected)
+
+
+def pass_through(followers: Sequence[Follower], courses: Sequence[Course], begins_us: int) -> int | None:
+    """Draw a sync that leads to the same courses as the last one. Return when it ends; None if anything fails."""
+    at_us = begins_us
+    for course in courses:
+        arrivals_us = [follower.draw(course, at_us) for follower in followers]
+        if None in arrivals_us:
+            return None
+        at_us = max(arrivals_us)
+    return at_us

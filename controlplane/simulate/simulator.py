@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from controlplane.machine import coordinator
 from controlplane.machine import events as bus_events
 from controlplane.machine.coordinator_state import CoordinatorState
-from controlplane.simulate.alike import Course, Follower, Situation
+from controlplane.simulate.alike import Course, Expected, Follower, Situation, pass_through
 from controlplane.simulate.costs import CostCounter, RunCosts
 from controlplane.simulate.fleet_model import Duration, FleetModel, RecordedFailure
 from controlplane.simulate.luck import NO_ANSWER, RETURNED, SECOND, DrawnCalls, Luck
@@ -92,7 +92,7 @@ class Simulation:
         found: dict[int, tuple[Situation, Situation]] = {}  # by what it was: what it is from now on
         for agent in self.agents.values():
             if agent.follower is None and agent.is_settled:
-                agent.follower = Follower(agent)
+                agent.follow()
             if (follower := agent.follower) is not None and follower.has_ended():
                 own = follower.situation
                 if id(own) not in found:
@@ -133,6 +133,7 @@ class SimulatedAgent:
 
     def __init__(self, run: Simulation, replica: int) -> None:
         self.run, self.model, self.clock, size = run, run.model, run.clock, run.model.fleet
+        self.replica = replica
         self.identity = Identity(replica=replica, node_rank=0, nnodes=size.nodes, gpus_per_node=size.gpus)
         self.name = self.identity.agent
         self.engine, self.calls = ModelledEngine(launched(size.engine)), DrawnCalls(run.model, run.luck, self.name)
@@ -266,6 +267,10 @@ class SimulatedAgent:
             self._beats, interval_us = True, self.model.bus.heartbeat_ms * 1000
             self.clock.at(interval_us - self.clock.now % interval_us, self._beat)
 
+    def follow(self) -> None:
+        """From now on it decides as others do."""
+        self.follower, self._deadline_ms = Follower(self), None
+
     def part(self) -> None:
         """From now on it decides by itself."""
         if self.follower is not None:
@@ -367,9 +372,8 @@ class SimulatedAgent:
 
     def publish(self, command: events.CommandReceived, courses: dict[int, Course | None]) -> None:
         """Publish a command to it."""
-        if self.follower is not None and self.follower.has_ended():
-            self.follower.follow(command, courses)
-        elif self.peer:
+        follower = self.follower
+        if self.peer and not (follower is not None and follower.has_ended() and follower.follow(command, courses)):
             self.part()
             self.deliver("publications", self.hear, self.peer, command)
 
@@ -392,7 +396,7 @@ class SimulatedAgent:
                 self._send(wire.Join())
             case wire.Snapshot(desired=desired):
                 self.feed(events.SnapshotReceived(at_ms=self.now_ms, epoch=epoch, seq=seq, desired=desired))
-            case wire.Replay(records=records) if self.follower is None:
+            case wire.Replay(records=records):
                 for record in records:  # most often of what it is doing: it answers that when it is done
                     doing = (trigger.epoch, trigger.seq) if (trigger := self._trigger) is not None else None
                     if (epoch, record.seq) not in (doing, self._answered):
@@ -416,7 +420,7 @@ class SimulatedBus:
         self._turns = False  # at once
         self._inbox: list[bus_events.CoordinatorEvent] = []
         self._answers: list[bus_events.PeerAnswer] = []
-        self.expected: list[tuple[int, bus_events.PeerAnswer]] = []  # those that come alike, the last one first
+        self.expected: list[Expected] = []  # those that come alike, the last one first
         self._deadline_us: int | None = None
 
     # --- the trainer --------------------------------------------------------------------------------------------------
@@ -477,7 +481,7 @@ class SimulatedBus:
         if self.expected:
             self.clock.at(self.expected[0][0] - self.clock.now, self._plan_turn)
 
-    def forget(self, answer: tuple[int, bus_events.PeerAnswer]) -> None:
+    def forget(self, answer: Expected) -> None:
         """Expect an answer no more."""
         if answer in self.expected:
             self.expected.remove(answer)
@@ -545,7 +549,10 @@ class SimulatedBus:
                 if peer not in (agent.peer, agent.standing):
                     self._feed(bus_events.PeerLost(at_us=0, peer=peer, reason="unreachable"))
                 elif isinstance(effect, bus_events.Send) and agent.peer:
-                    agent.deliver("down", agent.on_message, peer, effect.epoch, effect.seq, effect.message)
+                    if agent.follower is not None and isinstance(effect.message, wire.Replay):
+                        agent.network_us("down")  # of what it is doing
+                    else:
+                        agent.deliver("down", agent.on_message, peer, effect.epoch, effect.seq, effect.message)
             case bus_events.Conclude(report=SyncReport()):
                 self.run.reached(self._tried, "step")
                 self._plan_sync(self._life)
