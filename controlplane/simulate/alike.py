@@ -16,6 +16,7 @@ from controlplane.machine.events import PeerAnswer
 from controlplane.simulate.costs import Condition, condition_of
 from controlplane.simulate.luck import RETURNED, Outcome
 from controlplane.simulate.modelled_engine import FIRST_LAUNCH, ModelledEngine
+from controlplane.simulate.virtual_clock import VirtualClock
 from schemas import events
 from schemas.commands import WeightSync
 from schemas.identity import Identity
@@ -188,12 +189,18 @@ class Follower:
             agent.run.bus.forget(expected)
 
 
-def pass_through(followers: Sequence[Follower], courses: Sequence[Course], begins_us: int) -> int | None:
-    """Draw a sync that leads to the same courses as the last one. Return when it ends; None if anything fails."""
-    at_us = begins_us
+def pass_through(followers: Sequence[Follower], courses: Sequence[Course], clock: VirtualClock) -> int | None:
+    """Have all go through courses, one after the other, while nothing else happens.
+
+    Return when the last answer to the last of them has arrived; None if anything else happens.
+    """
+    ends_us: int | None = clock.now
     for course in courses:
-        arrivals_us = [follower.draw(course, at_us) for follower in followers]
-        if None in arrivals_us:
-            return None
-        at_us = max(arrivals_us)
-    return at_us
+        arrivals_us = [follower.draw(course, ends_us) for follower in followers] if ends_us is not None else []
+        well_us = [arrival_us for arrival_us in arrivals_us if arrival_us is not None]
+        ends_us = max(well_us) if len(well_us) == len(followers) else None
+    if ends_us is not None and not clock.is_free(ends_us):
+        ends_us = None
+    for follower in followers:
+        follower.put_back() if ends_us is None else follower.count()
+    return ends_us

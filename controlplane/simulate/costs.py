@@ -66,6 +66,11 @@ class CostCounter:
             if isinstance(effect, Conclude) and isinstance(effect.report, SyncReport):
                 self._ended(effect.report, event.at_us, self._requests.pop(effect.ticket or 0, event.at_us))
 
+    def add_sync(self, begun_us: int, ended_us: int) -> None:
+        """Add a sync in which nothing failed."""
+        self._ended_us, self._behind = ended_us, 0
+        self._times.values.append(ended_us - begun_us)
+
     def _ended(self, report: SyncReport, at_us: int, since_us: int) -> None:
         self._ended_us = at_us
         self._times.values.append(at_us - since_us)

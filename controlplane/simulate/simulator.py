@@ -22,7 +22,7 @@ from controlplane.simulate.modelled_engine import ModelledEngine, launched
 from controlplane.simulate.virtual_clock import VirtualClock
 from schemas import events, wire
 from schemas.agent_status import AgentStatus
-from schemas.commands import AdapterRequest, AdapterSync, Checkpoint, Target, WeightSync
+from schemas.commands import AdapterRequest, AdapterSync, Checkpoint, SyncPhase, Target, WeightSync
 from schemas.errors import ConfigError
 from schemas.identity import Identity, agent_of
 from schemas.reports import SyncReport
@@ -87,9 +87,10 @@ class Simulation:
             agent.part()
         return self.costs.finish()
 
-    def gather(self) -> None:
-        """Have agents in the same situation decide alike."""
+    def gather(self) -> list[Follower]:
+        """Have agents in the same situation decide alike. Return all agents if all are in one situation."""
         found: dict[int, tuple[Situation, Situation]] = {}  # by what it was: what it is from now on
+        alike: list[Follower] = []
         for agent in self.agents.values():
             if agent.follower is None and agent.is_settled:
                 agent.follow()
@@ -98,6 +99,8 @@ class Simulation:
                 if id(own) not in found:
                     found[id(own)] = own, next((other for _, other in found.values() if other == own), own)
                 _, follower.situation = found[id(own)]
+                alike.append(follower)
+        return alike if len(alike) == len(self.agents) and len({id(same) for _, same in found.values()}) == 1 else []
 
     def after(self, duration: Duration, place: str, what: str, act: Callable[..., None], *args: Any) -> None:
         """Have something happen after a time that is drawn."""
@@ -418,6 +421,7 @@ class SimulatedBus:
         self.alive = self._waits = False
         self._life = self._tried = 0
         self._turns = False  # at once
+        self._courses: list[tuple[SyncPhase, Course | None]] = []  # that the last sync has led to
         self._inbox: list[bus_events.CoordinatorEvent] = []
         self._answers: list[bus_events.PeerAnswer] = []
         self.expected: list[Expected] = []  # those that come alike, the last one first
@@ -450,7 +454,10 @@ class SimulatedBus:
         if not self.alive or life != self._life:
             return
         policy, self._tried = self.model.policy, self._tried + 1
-        self.run.gather()
+        if (ended_us := self._pass()) is not None:
+            self.run.costs.add_sync(self.clock.now, ended_us)
+            self.clock.at(ended_us - self.clock.now, self._plan_sync, life)
+            return
         quorum = self.model.fleet.replicas if policy.quorum == "all" else policy.quorum
         requested = bus_events.SyncRequested(
             at_us=0,
@@ -467,6 +474,14 @@ class SimulatedBus:
             adapter=AdapterRequest(name="policy", keep=policy.keep) if policy.sync == "adapter" else None,
         )
         self._feed(requested)
+
+    def _pass(self) -> int | None:
+        """Have all agents go through what the last sync led to, if that was the same for all. Return when it ends."""
+        alike, courses = self.run.gather(), [course for _, course in self._courses if course is not None]
+        committed = [phase for phase, _ in self._courses] == ["prepare", "load", "commit"] and len(courses) == 3
+        if not (alike and committed and alike[0].situation == courses[-1].after) or self._tried in self.run.recorded:
+            return None
+        return pass_through(alike, courses, self.clock) if self.run.fixed_network_us is not None else None
 
     # --- the machine --------------------------------------------------------------------------------------------------
 
@@ -537,11 +552,13 @@ class SimulatedBus:
         match effect:
             case bus_events.Publish(epoch=epoch, seq=seq, envelope=envelope):
                 command = received(epoch, wire.CommandRecord(origin=epoch, seq=seq, envelope=envelope))
-                if isinstance(command.command, WeightSync | AdapterSync):
-                    self.run.reached(self._tried, command.command.phase)
                 courses: dict[int, Course | None] = {}
                 for agent in self.run.agents.values():
                     agent.publish(command, courses)
+                if isinstance(body := command.command, WeightSync | AdapterSync):
+                    self.run.reached(self._tried, body.phase)
+                    self._courses = self._courses if body.phase != "prepare" else []
+                    self._courses += [(body.phase, course) for course in courses.values()]
                 self.expected.sort(key=itemgetter(0), reverse=True)
                 self._await_expected()
             case bus_events.Send(peer=peer) | bus_events.Ping(peer=peer):

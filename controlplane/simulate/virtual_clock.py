@@ -23,6 +23,10 @@ class VirtualClock:
         self.acts += 1
         heapq.heappush(self._heap, (self.now + delay, self.acts, act, args))
 
+    def is_free(self, until: int) -> bool:
+        """Return whether no act is planned up to and including a moment."""
+        return not self._heap or self._heap[0][0] > until
+
     def run(self, until: int) -> None:
         """Let time pass up to and including a moment."""
         while self._heap and self._heap[0][0] <= until:
