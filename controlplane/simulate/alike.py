@@ -132,18 +132,18 @@ class Follower:
 
     def draw(self, course: Course, at_us: int) -> int | None:
         """Draw a course. Return when the bus has the answer to what it publishes now; None if anything fails."""
-        agent = self._agent
+        agent, draw = self._agent, self._agent.calls.draw
         at_us += agent.network_us("publications")
-        latest_us = at_us // 1000 * 1000 + course.limit_us
-        moments_us = self._moments_us = [at_us]
+        latest_us, moments_us = at_us // 1000 * 1000 + course.limit_us, [at_us]
+        self._moments_us = moments_us
         for call in course.calls:
-            outcome = result, took_us = agent.calls.draw(call)
-            at_us += took_us
-            moments_us.append(at_us)
+            result, took_us = outcome = draw(call)
+            moments_us.append(at_us := at_us + took_us)
             self._drawn.append((call, outcome))
-            if isinstance(result, events.Fault) or at_us >= latest_us:
+            if result is not RETURNED or at_us >= latest_us:
                 return None
-        self._changes += [(condition, moments_us[place] // 1000) for place, condition in course.changes]
+        for place, condition in course.changes:
+            self._changes.append((condition, moments_us[place] // 1000))
         return moments_us[course.answered] + agent.network_us("up")
 
     def follow(self, command: events.CommandReceived, courses: dict[int, Course | None]) -> bool:

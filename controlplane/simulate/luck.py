@@ -75,27 +75,38 @@ class DrawnCalls:
         self._model, self._luck, self._place = model, luck, place
         self._ahead: defaultdict[str, deque[Outcome]] = defaultdict(deque)  # of the next calls of a name
         self._fixed: dict[str, Outcome] = {}  # of calls of which nothing is drawn
+        self._fails = {name for name in model.calls.__struct_fields__ if self._chances(name) != (0, 0)}
+        self._reads = "check_source" if model.policy.staging else "load"
+        read = model.calls.read
         for name, took in asdict(model.calls).items():
-            fails = getattr(model.failures.calls, name), getattr(model.failures.refused, name)
-            waits = (name, model.policy.in_flight) == ("pause", "wait")
-            if isinstance(took, float | int) and fails == (0, 0) and not waits:
-                self._fixed[name] = RETURNED, round(took * SECOND)
+            longer = read if name == self._reads else 0
+            numbers = isinstance(took, float | int) and isinstance(longer, float | int)
+            if numbers and name not in self._fails and (name, model.policy.in_flight) != ("pause", "wait"):
+                self._fixed[name] = RETURNED, round(took * SECOND) + round(longer * SECOND)
+
+    def _chances(self, name: str) -> tuple[Chance, Chance]:
+        failures = self._model.failures
+        return getattr(failures.refused, name, 0), getattr(failures.calls, name, 0)
 
     def draw(self, call: events.Call) -> Outcome:
         """Return how a call ends."""
-        name, failures, place = call_name(call), self._model.failures, self._place
-        if name in self._fixed:
-            return self._fixed[name]
+        name, luck, place = call_name(call), self._luck, self._place
+        if (fixed := self._fixed.get(name)) is not None:
+            return fixed
         if ahead := self._ahead[name]:
             return ahead.popleft()
-        took_us = self._luck.us(getattr(self._model.calls, name, 0.0), place, name)
-        if self._luck.happens(getattr(failures.refused, name, 0.0), place, f"{name} refused"):
-            checks = isinstance(call, events.CheckSource | events.CheckAdapter)
-            return events.Fault("source_refused" if checks else "refused", "it is refused, as modelled."), took_us
-        if self._luck.happens(getattr(failures.calls, name, 0.0), place, f"{name} fails"):
-            return events.Fault("engine_error", "it fails, as modelled."), took_us
+        took_us = luck.us(getattr(self._model.calls, name, 0.0), place, name)
+        if name in self._fails:
+            refused, fails = self._chances(name)
+            if luck.happens(refused, place, f"{name} refused"):
+                checks = isinstance(call, events.CheckSource | events.CheckAdapter)
+                return events.Fault("source_refused" if checks else "refused", "it is refused, as modelled."), took_us
+            if luck.happens(fails, place, f"{name} fails"):
+                return events.Fault("engine_error", "it fails, as modelled."), took_us
         if isinstance(call, events.Pause) and call.mode == "wait":
-            took_us += self._luck.us(self._model.requests, place, "requests")
+            took_us += luck.us(self._model.requests, place, "requests")
+        if name == self._reads:
+            took_us += luck.us(self._model.calls.read, place, "read")
         return RETURNED, took_us
 
     def put_back(self, call: events.Call, outcome: Outcome) -> None:

@@ -367,10 +367,10 @@ class SimulatedAgent:
 
     def network_us(self, connection: str) -> int:
         """Return how long a message is on its way."""
-        if connection in self.ahead_us:
-            return self.ahead_us.pop(connection)
         if self.run.fixed_network_us is not None:
             return self.run.fixed_network_us
+        if connection in self.ahead_us:
+            return self.ahead_us.pop(connection)
         return self.run.luck.us(self.model.network, self.name, f"network {connection}")
 
     def publish(self, command: events.CommandReceived, courses: dict[int, Course | None]) -> None:
