@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from controlplane.machine.events import PeerAnswer
+from controlplane.machine import coordinator
+from controlplane.machine.coordinator_state import CoordinatorState
+from controlplane.machine.events import AnswersReceived, Conclude, CoordinatorEvent, PeerAnswer, Publish
 from controlplane.simulate.costs import Condition, condition_of
 from controlplane.simulate.luck import RETURNED, Outcome
 from controlplane.simulate.modelled_engine import FIRST_LAUNCH, ModelledEngine
 from controlplane.simulate.virtual_clock import VirtualClock
-from schemas import events
+from schemas import events, wire
 from schemas.commands import WeightSync
 from schemas.identity import Identity
+from schemas.reports import SyncReport
 from workers.machine import decide as machine
 from workers.machine.observe import SHOWS_NOTHING
 from workers.machine.state import AgentState
@@ -99,11 +102,24 @@ def _course(before: Situation, identity: Identity, command: events.CommandReceiv
     return Course(tuple(calls), answered, answer, changes, limit_ms * 1000, after)
 
 
+def received(epoch: int, record: wire.CommandRecord | Publish, origin: int) -> events.CommandReceived:
+    """Return a command as an agent gets it, but for the time."""
+    return events.CommandReceived(
+        at_ms=0,
+        epoch=epoch,
+        origin=origin,
+        seq=record.seq,
+        ttl_ms=record.envelope.ttl_ms,
+        command=wire.decode_command(record.envelope.body),
+        target=record.envelope.target,
+    )
+
+
 class Follower:
     """An agent that decides as others do."""
 
     def __init__(self, agent: "SimulatedAgent") -> None:
-        self._agent = agent
+        self.agent = agent
         self.situation = Situation(_named(agent.state, _ANY, FIRST_LAUNCH), agent.engine.state)
         self._follows: tuple[events.CommandReceived, Course, Expected] | None = None
         self._moments_us: list[int] = []  # when that command has arrived, and when each call ends
@@ -112,7 +128,7 @@ class Follower:
 
     def has_ended(self) -> bool:
         """Whether it has come to the end of its course. Then that is counted."""
-        if self._follows is not None and self._moments_us[-1] <= self._agent.clock.now:
+        if self._follows is not None and self._moments_us[-1] <= self.agent.clock.now:
             _, course, _ = self._follows
             self.situation, self._follows = course.after, None
             self.count()
@@ -121,19 +137,19 @@ class Follower:
     def count(self) -> None:
         """Count what it has gone through."""
         for condition, at_ms in self._changes:
-            self._agent.run.costs.change(self._agent.name, condition, at_ms)
+            self.agent.run.costs.change(self.agent.name, condition, at_ms)
         self._drawn, self._changes = [], []
 
     def put_back(self, begun: int = 0) -> None:
         """Have the engine meet again what was drawn for it, but for the calls that have begun."""
         for call, outcome in reversed(self._drawn[begun:]):
-            self._agent.calls.put_back(call, outcome)
+            self.agent.calls.put_back(call, outcome)
         self._drawn, self._changes = [], []
 
     def draw(self, course: Course, at_us: int) -> int | None:
         """Draw a course. Return when the bus has the answer to what it publishes now; None if anything fails."""
-        agent, draw = self._agent, self._agent.calls.draw
-        at_us += agent.network_us("publications")
+        agent, draw = self.agent, self.agent.calls.draw
+        at_us += agent.network_us
         latest_us, moments_us = at_us // 1000 * 1000 + course.limit_us, [at_us]
         self._moments_us = moments_us
         for call in course.calls:
@@ -144,17 +160,16 @@ class Follower:
                 return None
         for place, condition in course.changes:
             self._changes.append((condition, moments_us[place] // 1000))
-        return moments_us[course.answered] + agent.network_us("up")
+        return moments_us[course.answered] + agent.network_us
 
     def follow(self, command: events.CommandReceived, courses: dict[int, Course | None]) -> bool:
         """Take a command that is published now, if it leads to the same as for others, and all goes well."""
-        agent, key, body = self._agent, id(self.situation), command.command
+        agent, key, body = self.agent, id(self.situation), command.command
         if key not in courses:
             courses[key] = _course(self.situation, agent.identity, command)
         if (course := courses[key]) is None or (isinstance(body, WeightSync) and agent.replica in body.quarantine):
             return False
         if (arrives_us := self.draw(course, agent.clock.now)) is None:
-            agent.ahead_us["publications"] = self._moments_us[0] - agent.clock.now
             self.put_back()
             return False
         expected = arrives_us, agent.answer(course.answer)
@@ -164,7 +179,7 @@ class Follower:
 
     def part(self) -> None:
         """Give the agent its own state, as if it had decided all by itself until now."""
-        agent, now_us, moments_us = self._agent, self._agent.clock.now, self._moments_us
+        agent, now_us, moments_us = self.agent, self.agent.clock.now, self._moments_us
         agent.engine.state = self.situation.engine
         agent.state = _named(self.situation.state, agent.state, agent.engine.instance)
         if self._follows is None:
@@ -181,12 +196,34 @@ class Follower:
         elif decided < len(moments_us):
             agent.await_call(course.calls[decided - 1], RETURNED, moments_us[decided] - now_us)
         self.put_back(decided)
-        sent_us = moments_us[course.answered]
-        if sent_us <= now_us:
-            agent.arrivals_us["up"] = expected[0]
-        else:
-            agent.ahead_us["up"] = expected[0] - sent_us
+        if moments_us[course.answered] > now_us:
             agent.run.bus.forget(expected)
+
+
+def rehearsed(followers: Sequence[Follower], state: CoordinatorState, event: CoordinatorEvent) -> list[Course]:
+    """Return what a sync leads to in each phase if all goes well; nothing if not all get through it as they were."""
+    before = situation = followers[0].situation
+    courses: list[Course] = []
+    while True:
+        state, effects = coordinator.decide(state, event)
+        course = None
+        for effect in effects:
+            if isinstance(effect, Conclude) and isinstance(report := effect.report, SyncReport):
+                well = len(report.loaded) == len(followers) and not report.flawed
+                return courses if well and _unversioned(before) == _unversioned(situation) else []
+            if isinstance(effect, Publish):
+                command = received(effect.epoch, effect, effect.epoch)
+                course = _course(situation, followers[0].agent.identity, command)
+        if course is None:
+            return []
+        courses.append(course)
+        situation, answer = course.after, course.answer
+        event = AnswersReceived(at_us=event.at_us, answers=tuple(one.agent.answer(answer) for one in followers))
+
+
+def _unversioned(situation: Situation) -> tuple[events.Observation, int]:
+    engine = situation.engine
+    return replace(engine, version=0, label=None, adapters=None), len(engine.adapters or ())
 
 
 def pass_through(followers: Sequence[Follower], courses: Sequence[Course], clock: VirtualClock) -> int | None:
@@ -194,7 +231,7 @@ def pass_through(followers: Sequence[Follower], courses: Sequence[Course], clock
 
     Return when the last answer to the last of them has arrived; None if anything else happens.
     """
-    ends_us: int | None = clock.now
+    ends_us: int | None = clock.now if courses else None
     for course in courses:
         arrivals_us = [follower.draw(course, ends_us) for follower in followers] if ends_us is not None else []
         well_us = [arrival_us for arrival_us in arrivals_us if arrival_us is not None]

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from controlplane.machine import coordinator
 from controlplane.machine import events as bus_events
 from controlplane.machine.coordinator_state import CoordinatorState
-from controlplane.simulate.alike import Course, Expected, Follower, Situation, pass_through
+from controlplane.simulate.alike import Course, Expected, Follower, Situation, pass_through, received, rehearsed
 from controlplane.simulate.costs import CostCounter, RunCosts
 from controlplane.simulate.fleet_model import Duration, FleetModel, RecordedFailure
 from controlplane.simulate.luck import NO_ANSWER, RETURNED, SECOND, DrawnCalls, Luck
@@ -22,7 +22,7 @@ from controlplane.simulate.modelled_engine import ModelledEngine, launched
 from controlplane.simulate.virtual_clock import VirtualClock
 from schemas import events, wire
 from schemas.agent_status import AgentStatus
-from schemas.commands import AdapterRequest, AdapterSync, Checkpoint, SyncPhase, Target, WeightSync
+from schemas.commands import AdapterRequest, AdapterSync, Checkpoint, Target, WeightSync
 from schemas.errors import ConfigError
 from schemas.identity import Identity, agent_of
 from schemas.reports import SyncReport
@@ -45,20 +45,6 @@ def simulate(model: FleetModel) -> RunCosts:
     return Simulation(model).run()
 
 
-def received(epoch: int, record: wire.CommandRecord) -> events.CommandReceived:
-    """Return a command as an agent gets it, but for the time."""
-    envelope = record.envelope
-    return events.CommandReceived(
-        at_ms=0,
-        epoch=epoch,
-        origin=record.origin,
-        seq=record.seq,
-        ttl_ms=envelope.ttl_ms,
-        command=wire.decode_command(envelope.body),
-        target=envelope.target,
-    )
-
-
 class Simulation:
     """One run. Until all agents have joined, its trainer waits."""
 
@@ -68,8 +54,6 @@ class Simulation:
         self.recorded: defaultdict[int, list[RecordedFailure]] = defaultdict(list)  # by sync: what is still to come
         for failure in model.failures.recorded:
             self.recorded[failure.sync].append(failure)
-        self.fixed_network_us = round(model.network * SECOND) if isinstance(model.network, float | int) else None
-        self.beat_us = self.luck.us(model.network, "", "heartbeats")
         self.bus = SimulatedBus(self)
         agents = [SimulatedAgent(self, replica) for replica in range(model.fleet.replicas)]
         self.agents = {agent.name: agent for agent in agents}
@@ -146,9 +130,7 @@ class SimulatedAgent:
         self.standing = ""  # one that carries nothing, and that the bus can't tell from another
         self._life = self._connections = self._call_id = 0
         self.follower: Follower | None = None  # while it decides as others do
-        self.arrivals_us: dict[str, int] = {}  # by connection: the last message's
-        self.ahead_us: dict[str, int] = {}  # by connection: what is drawn for the next message already
-        self._answered: tuple[int, int] | None = None  # the last command, on this connection
+        self.network_us = 0  # how long a message is on its way
         self._deadline_ms: int | None = None
         self._seen: events.Observation | None = None
         self._sent: tuple[int, AgentStatus] | None = None
@@ -162,14 +144,9 @@ class SimulatedAgent:
             and self.engine.ready
             and self._seen == self.engine.observe()
             and machine.next_deadline(self.state) is None
-            and max(self.arrivals_us.values()) <= self.clock.now
             and self.run.bus.is_live(self.name)
             and self.run.costs.follows(self.name)
         )
-
-    @property
-    def _trigger(self) -> events.CommandReceived | None:
-        return self.state.activity.trigger if self.state.activity is not None else None
 
     @property
     def now_ms(self) -> int:
@@ -291,7 +268,7 @@ class SimulatedAgent:
         self._beats, status = False, (self.state.seq, status_of(self.state))
         if self.peer and status != self._sent:
             self._sent = status
-            self.clock.at(self.run.beat_us, self.run.bus.receive, self.peer, status[1], status[0])
+            self._send(status[1], status[0])
 
     def _perform(self, effect: events.Effect) -> None:
         match effect:
@@ -299,9 +276,7 @@ class SimulatedAgent:
                 outcome = self.calls.draw(effect.call) if self.engine.ready else NO_ANSWER
                 self.await_call(effect.call, *outcome)
             case events.Answer():
-                if self.peer:
-                    self._answered = effect.epoch, effect.seq
-                    self._send(self.answer(effect))
+                self._send(self.answer(effect))
             case events.RequestResend():
                 self._send(wire.ResendRequest(first=effect.first, credit=64))
             case events.RequestSnapshot():
@@ -333,10 +308,10 @@ class SimulatedAgent:
     def connect(self) -> None:
         """Say hello on a new connection, if the bus can be reached."""
         self.lose_bus()
-        self._answered = None
         if self.alive and not self._cut and self.run.bus.alive:
             self._connections, self._sent = self._connections + 1, None
             self.peer = f"{self.name}/life {self._life}/{self._connections}"
+            self.network_us = self.run.luck.us(self.model.network, self.name, "network")
             hello = wire.Hello(
                 identity=self.identity, incarnation=f"life {self._life}", journal=self.name, host="modelled", pid=1
             )
@@ -355,30 +330,16 @@ class SimulatedAgent:
         if not self.peer and self._connections == connections:
             self.feed(events.LeaseExpired(at_ms=self.now_ms))
 
-    def _send(self, message: wire.Upward | bus_events.PeerAnswer) -> None:
+    def _send(self, message: wire.Upward | bus_events.PeerAnswer, seq: int = 0) -> None:
         if self.peer:
-            self.deliver("up", self.run.bus.receive, self.peer, message)
-
-    def deliver(self, connection: str, act: Callable[..., None], *args: Any) -> None:
-        """Deliver a message on a connection, which keeps order."""
-        arrival_us = self.clock.now + self.network_us(connection)
-        arrival_us = self.arrivals_us[connection] = max(self.arrivals_us.get(connection, 0), arrival_us)
-        self.clock.at(arrival_us - self.clock.now, act, *args)
-
-    def network_us(self, connection: str) -> int:
-        """Return how long a message is on its way."""
-        if self.run.fixed_network_us is not None:
-            return self.run.fixed_network_us
-        if connection in self.ahead_us:
-            return self.ahead_us.pop(connection)
-        return self.run.luck.us(self.model.network, self.name, f"network {connection}")
+            self.clock.at(self.network_us, self.run.bus.receive, self.peer, message, seq)
 
     def publish(self, command: events.CommandReceived, courses: dict[int, Course | None]) -> None:
         """Publish a command to it."""
         follower = self.follower
         if self.peer and not (follower is not None and follower.has_ended() and follower.follow(command, courses)):
             self.part()
-            self.deliver("publications", self.hear, self.peer, command)
+            self.clock.at(self.network_us, self.hear, self.peer, command)
 
     def hear(self, peer: str, command: events.CommandReceived) -> None:
         """Take a command, published or resent."""
@@ -400,10 +361,8 @@ class SimulatedAgent:
             case wire.Snapshot(desired=desired):
                 self.feed(events.SnapshotReceived(at_ms=self.now_ms, epoch=epoch, seq=seq, desired=desired))
             case wire.Replay(records=records):
-                for record in records:  # most often of what it is doing: it answers that when it is done
-                    doing = (trigger.epoch, trigger.seq) if (trigger := self._trigger) is not None else None
-                    if (epoch, record.seq) not in (doing, self._answered):
-                        self.hear(peer, received(epoch, record))
+                for record in records:
+                    self.hear(peer, received(epoch, record, record.origin))
             case wire.Rejoin():
                 self.clock.at(AGAIN_US, self._connect_again, peer)
 
@@ -421,7 +380,7 @@ class SimulatedBus:
         self.alive = self._waits = False
         self._life = self._tried = 0
         self._turns = False  # at once
-        self._courses: list[tuple[SyncPhase, Course | None]] = []  # that the last sync has led to
+        self._rehearsed: tuple[Situation, list[Course]] | None = None  # what a sync leads to if all goes well
         self._inbox: list[bus_events.CoordinatorEvent] = []
         self._answers: list[bus_events.PeerAnswer] = []
         self.expected: list[Expected] = []  # those that come alike, the last one first
@@ -454,13 +413,9 @@ class SimulatedBus:
         if not self.alive or life != self._life:
             return
         policy, self._tried = self.model.policy, self._tried + 1
-        if (ended_us := self._pass()) is not None:
-            self.run.costs.add_sync(self.clock.now, ended_us)
-            self.clock.at(ended_us - self.clock.now, self._plan_sync, life)
-            return
         quorum = self.model.fleet.replicas if policy.quorum == "all" else policy.quorum
         requested = bus_events.SyncRequested(
-            at_us=0,
+            at_us=self.clock.now,
             at_ns=self.clock.now * 1000,
             ticket=self._tried,
             version=self._tried,
@@ -473,15 +428,16 @@ class SimulatedBus:
             on_unreachable=policy.absent,
             adapter=AdapterRequest(name="policy", keep=policy.keep) if policy.sync == "adapter" else None,
         )
-        self._feed(requested)
-
-    def _pass(self) -> int | None:
-        """Have all agents go through what the last sync led to, if that was the same for all. Return when it ends."""
-        alike, courses = self.run.gather(), [course for _, course in self._courses if course is not None]
-        committed = [phase for phase, _ in self._courses] == ["prepare", "load", "commit"] and len(courses) == 3
-        if not (alike and committed and alike[0].situation == courses[-1].after) or self._tried in self.run.recorded:
-            return None
-        return pass_through(alike, courses, self.clock) if self.run.fixed_network_us is not None else None
+        alike, ended_us = self.run.gather(), None
+        if alike and self._tried not in self.run.recorded:
+            if self._rehearsed is None or self._rehearsed[0] is not alike[0].situation:
+                self._rehearsed = alike[0].situation, rehearsed(alike, self.state, requested)
+            ended_us = pass_through(alike, self._rehearsed[1], self.clock)
+        if ended_us is None:
+            self._feed(requested)
+        else:
+            self.run.costs.add_sync(self.clock.now, ended_us)
+            self.clock.at(ended_us - self.clock.now, self._plan_sync, life)
 
     # --- the machine --------------------------------------------------------------------------------------------------
 
@@ -550,15 +506,13 @@ class SimulatedBus:
 
     def _perform(self, effect: bus_events.CoordinatorEffect) -> None:
         match effect:
-            case bus_events.Publish(epoch=epoch, seq=seq, envelope=envelope):
-                command = received(epoch, wire.CommandRecord(origin=epoch, seq=seq, envelope=envelope))
+            case bus_events.Publish():
+                command = received(effect.epoch, effect, effect.epoch)
+                if isinstance(command.command, WeightSync | AdapterSync):
+                    self.run.reached(self._tried, command.command.phase)
                 courses: dict[int, Course | None] = {}
                 for agent in self.run.agents.values():
                     agent.publish(command, courses)
-                if isinstance(body := command.command, WeightSync | AdapterSync):
-                    self.run.reached(self._tried, body.phase)
-                    self._courses = self._courses if body.phase != "prepare" else []
-                    self._courses += [(body.phase, course) for course in courses.values()]
                 self.expected.sort(key=itemgetter(0), reverse=True)
                 self._await_expected()
             case bus_events.Send(peer=peer) | bus_events.Ping(peer=peer):
@@ -566,10 +520,9 @@ class SimulatedBus:
                 if peer not in (agent.peer, agent.standing):
                     self._feed(bus_events.PeerLost(at_us=0, peer=peer, reason="unreachable"))
                 elif isinstance(effect, bus_events.Send) and agent.peer:
-                    if agent.follower is not None and isinstance(effect.message, wire.Replay):
-                        agent.network_us("down")  # of what it is doing
-                    else:
-                        agent.deliver("down", agent.on_message, peer, effect.epoch, effect.seq, effect.message)
+                    if agent.follower is None or not isinstance(effect.message, wire.Replay):  # of what it is doing
+                        message = effect.epoch, effect.seq, effect.message
+                        self.clock.at(agent.network_us, agent.on_message, peer, *message)
             case bus_events.Conclude(report=SyncReport()):
                 self.run.reached(self._tried, "step")
                 self._plan_sync(self._life)
