@@ -21,6 +21,7 @@ RETURNED: Final = events.Returned()
 NO_ANSWER: Final[Outcome] = (events.Fault("engine_error", "the engine does not answer."), 1000)
 SECOND: Final = 1_000_000
 """Of the clock, which counts in µs."""
+_WAITS: Final = "pause that waits"
 P99: Final = 2.3263
 """Of the standard normal distribution."""
 
@@ -73,13 +74,13 @@ class DrawnCalls:
 
     def __init__(self, model: FleetModel, luck: Luck, place: str) -> None:
         self._model, self._luck, self._place = model, luck, place
-        self._ahead: defaultdict[str, deque[Outcome]] = defaultdict(deque)  # of the next calls of a name
+        self._ahead: defaultdict[str, deque[Outcome]] = defaultdict(deque)  # of the next calls of a kind
         self._fixed: dict[str, Outcome] = {}  # of calls of which nothing is drawn
-        self._fails = {name for name in model.calls.__struct_fields__ if self._chances(name) != (0, 0)}
+        self._fails = {name for name in asdict(model.calls) if self._chances(name) != (0, 0)}
         self._reads = "check_source" if model.policy.staging else "load"
-        read = model.calls.read
+        self._read: Duration = asdict(model.calls)["read"]
         for name, took in asdict(model.calls).items():
-            longer = read if name == self._reads else 0
+            longer = self._read if name == self._reads else 0
             numbers = isinstance(took, float | int) and isinstance(longer, float | int)
             if numbers and name not in self._fails and (name, model.policy.in_flight) != ("pause", "wait"):
                 self._fixed[name] = RETURNED, round(took * SECOND) + round(longer * SECOND)
@@ -93,23 +94,29 @@ class DrawnCalls:
         name, luck, place = call_name(call), self._luck, self._place
         if (fixed := self._fixed.get(name)) is not None:
             return fixed
-        if ahead := self._ahead[name]:
+        kind = _kind(call)
+        if ahead := self._ahead[kind]:
             return ahead.popleft()
-        took_us = luck.us(getattr(self._model.calls, name, 0.0), place, name)
+        took_us = luck.us(getattr(self._model.calls, name, 0.0), place, kind)
         if name in self._fails:
             refused, fails = self._chances(name)
-            if luck.happens(refused, place, f"{name} refused"):
+            if luck.happens(refused, place, f"{kind} refused"):
                 checks = isinstance(call, events.CheckSource | events.CheckAdapter)
                 return events.Fault("source_refused" if checks else "refused", "it is refused, as modelled."), took_us
-            if luck.happens(fails, place, f"{name} fails"):
+            if luck.happens(fails, place, f"{kind} fails"):
                 return events.Fault("engine_error", "it fails, as modelled."), took_us
-        if isinstance(call, events.Pause) and call.mode == "wait":
+        if kind == _WAITS:
             took_us += luck.us(self._model.requests, place, "requests")
         if name == self._reads:
-            took_us += luck.us(self._model.calls.read, place, "read")
+            took_us += luck.us(self._read, place, "read")
         return RETURNED, took_us
 
     def put_back(self, call: events.Call, outcome: Outcome) -> None:
-        """Have the next call of this name end as was drawn for it."""
+        """Have the next call of this kind end as was drawn for it."""
         if call_name(call) not in self._fixed:
-            self._ahead[call_name(call)].appendleft(outcome)
+            self._ahead[_kind(call)].appendleft(outcome)
+
+
+def _kind(call: events.Call) -> str:
+    """One that waits for requests is another kind of pause."""
+    return _WAITS if isinstance(call, events.Pause) and call.mode == "wait" else call_name(call)

@@ -14,7 +14,15 @@ from msgspec.structs import replace
 from controlplane.machine import coordinator
 from controlplane.machine import events as bus_events
 from controlplane.machine.coordinator_state import CoordinatorState
-from controlplane.simulate.alike import Course, Expected, Follower, Situation, pass_through, received, rehearsed
+from controlplane.simulate.alike import (
+    Course,
+    Expected,
+    Follower,
+    Situation,
+    pass_through,
+    received,
+    rehearsed,
+)
 from controlplane.simulate.costs import CostCounter, RunCosts
 from controlplane.simulate.fleet_model import Duration, FleetModel, RecordedFailure
 from controlplane.simulate.luck import NO_ANSWER, RETURNED, SECOND, DrawnCalls, Luck
@@ -144,7 +152,7 @@ class SimulatedAgent:
             and self.engine.ready
             and self._seen == self.engine.observe()
             and machine.next_deadline(self.state) is None
-            and self.run.bus.is_live(self.name)
+            and self.run.bus.state.members[self.name].settled
             and self.run.costs.follows(self.name)
         )
 
@@ -341,6 +349,11 @@ class SimulatedAgent:
             self.part()
             self.clock.at(self.network_us, self.hear, self.peer, command)
 
+    def send(self, effect: bus_events.Send) -> None:
+        """Send it a message."""
+        if self.follower is None or not isinstance(effect.message, wire.Replay):  # which is of what it is doing
+            self.clock.at(self.network_us, self._take, effect)
+
     def hear(self, peer: str, command: events.CommandReceived) -> None:
         """Take a command, published or resent."""
         if self.peer == peer:
@@ -351,20 +364,20 @@ class SimulatedAgent:
         seq, outcome = answer.seq, answer.outcome
         return bus_events.PeerAnswer(peer=self.peer, origin=answer.epoch, seq=seq, outcome=outcome, rule=answer.rule)
 
-    def on_message(self, peer: str, epoch: int, seq: int, message: wire.Downward) -> None:
-        """Take a control message."""
-        if self.peer != peer:
+    def _take(self, sent: bus_events.Send) -> None:
+        if self.peer != sent.peer:
             return
-        match message:
+        match sent.message:
             case wire.Welcome():
                 self._send(wire.Join())
             case wire.Snapshot(desired=desired):
-                self.feed(events.SnapshotReceived(at_ms=self.now_ms, epoch=epoch, seq=seq, desired=desired))
+                now_ms, epoch = self.now_ms, sent.epoch
+                self.feed(events.SnapshotReceived(at_ms=now_ms, epoch=epoch, seq=sent.seq, desired=desired))
             case wire.Replay(records=records):
                 for record in records:
-                    self.hear(peer, received(epoch, record, record.origin))
+                    self.hear(sent.peer, received(sent.epoch, record, record.origin))
             case wire.Rejoin():
-                self.clock.at(AGAIN_US, self._connect_again, peer)
+                self.clock.at(AGAIN_US, self._connect_again, sent.peer)
 
     def _connect_again(self, peer: str) -> None:
         if self.peer == peer:  # it was told more than once
@@ -429,7 +442,7 @@ class SimulatedBus:
             adapter=AdapterRequest(name="policy", keep=policy.keep) if policy.sync == "adapter" else None,
         )
         alike, ended_us = self.run.gather(), None
-        if alike and self._tried not in self.run.recorded:
+        if alike and policy.sync == "weights" and self._tried not in self.run.recorded:
             if self._rehearsed is None or self._rehearsed[0] is not alike[0].situation:
                 self._rehearsed = alike[0].situation, rehearsed(alike, self.state, requested)
             ended_us = pass_through(alike, self._rehearsed[1], self.clock)
@@ -468,7 +481,7 @@ class SimulatedBus:
     def _plan_turn(self) -> None:
         if not self._turns:
             self._turns = True
-            self.clock.at(0, self._turn, self._life)
+            self.clock.at_last(self._turn, self._life)
 
     def _turn(self, life: int) -> None:
         if not self.alive or life != self._life:
@@ -488,12 +501,11 @@ class SimulatedBus:
         if deadline_us is not None and deadline_us != self._deadline_us:
             self._deadline_us = deadline_us
             self.clock.at(max(0, deadline_us - now_us), self._wake, deadline_us)
-        if self._waits and all(self.is_live(agent.name) for agent in self.run.agents.values() if agent.peer):
+        if self._waits and all(self._is_live(agent.name) for agent in self.run.agents.values() if agent.peer):
             self._waits = False
             self._plan_sync(self._life)
 
-    def is_live(self, name: str) -> bool:
-        """Return whether an agent has joined."""
+    def _is_live(self, name: str) -> bool:
         return name in self.state.members and self.state.members[name].state == "live"
 
     def _wake(self, deadline_us: int) -> None:
@@ -520,9 +532,7 @@ class SimulatedBus:
                 if peer not in (agent.peer, agent.standing):
                     self._feed(bus_events.PeerLost(at_us=0, peer=peer, reason="unreachable"))
                 elif isinstance(effect, bus_events.Send) and agent.peer:
-                    if agent.follower is None or not isinstance(effect.message, wire.Replay):  # of what it is doing
-                        message = effect.epoch, effect.seq, effect.message
-                        self.clock.at(agent.network_us, agent.on_message, peer, *message)
+                    agent.send(effect)
             case bus_events.Conclude(report=SyncReport()):
                 self.run.reached(self._tried, "step")
                 self._plan_sync(self._life)

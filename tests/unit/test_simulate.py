@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from controlplane.cli.__main__ import cli, run
-from controlplane.machine.events import HelloReceived, PeerLost
+from controlplane.machine.events import HelloReceived, PeerLost, Send
 from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
 from controlplane.simulate.costs import RunCosts
@@ -197,7 +197,7 @@ def test_an_agent_that_is_turned_away_twice_on_a_connection_makes_one_other() ->
     run.clock.run(1_000_000)
     first = agent.peer
     for _ in range(2):
-        agent.on_message(first, 1, 0, Rejoin(reason="another agent has its place"))
+        agent.send(Send(peer=first, epoch=1, seq=0, message=Rejoin(reason="another agent has its place")))
     run.clock.run(5_000_000)
     assert (first, agent.peer) == ("0.0/life 1/1", "0.0/life 1/2")
 
