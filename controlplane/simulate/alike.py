@@ -23,6 +23,7 @@ from schemas import events, wire
 from schemas.commands import WeightSync
 from schemas.identity import Identity
 from schemas.reports import SyncReport
+from workers.link.frames import read_command
 from workers.machine import decide as machine
 from workers.machine.observe import SHOWS_NOTHING
 from workers.machine.state import AgentState
@@ -30,6 +31,7 @@ from workers.machine.state import AgentState
 if TYPE_CHECKING:
     from controlplane.simulate.simulator import SimulatedAgent
 
+RUN: Final = "simulated"
 _ANY: Final = AgentState()
 """Its names stand for those of all who are alike."""
 
@@ -102,17 +104,9 @@ def _course(before: Situation, identity: Identity, command: events.CommandReceiv
     return Course(tuple(calls), answered, answer, changes, limit_ms * 1000, after)
 
 
-def received(epoch: int, record: wire.CommandRecord | Publish, origin: int) -> events.CommandReceived:
-    """Return a command as an agent gets it, but for the time."""
-    return events.CommandReceived(
-        at_ms=0,
-        epoch=epoch,
-        origin=origin,
-        seq=record.seq,
-        ttl_ms=record.envelope.ttl_ms,
-        command=wire.decode_command(record.envelope.body),
-        target=record.envelope.target,
-    )
+def published(effect: Publish) -> events.CommandReceived:
+    """Return a command as agents get it, but for the time."""
+    return read_command(effect.epoch, effect.epoch, effect.seq, wire.encode(effect.envelope), RUN, 0)
 
 
 class Follower:
@@ -137,7 +131,7 @@ class Follower:
     def count(self) -> None:
         """Count what it has gone through."""
         for condition, at_ms in self._changes:
-            self.agent.run.costs.change(self.agent.name, condition, at_ms)
+            self.agent.run.costs.replicas[self.agent.name].change(condition, at_ms)
         self._drawn, self._changes = [], []
 
     def put_back(self, begun: int = 0) -> None:
@@ -205,7 +199,7 @@ def rehearsed(followers: Sequence[Follower], state: CoordinatorState, event: Coo
     situation = followers[0].situation
     before = situation.engine
     courses: list[Course] = []
-    while True:
+    while situation.state.desired.committed is not None:
         state, effects = coordinator.decide(state, event)
         course = None
         for effect in effects:
@@ -213,13 +207,13 @@ def rehearsed(followers: Sequence[Follower], state: CoordinatorState, event: Coo
                 same = replace(situation.engine, version=before.version, label=before.label) == before
                 return courses if same and len(report.loaded) == len(followers) and not report.flawed else []
             if isinstance(effect, Publish):
-                command = received(effect.epoch, effect, effect.epoch)
-                course = _course(situation, followers[0].agent.identity, command)
+                course = _course(situation, followers[0].agent.identity, published(effect))
         if course is None:
             return []
         courses.append(course)
         situation, answer = course.after, course.answer
         event = AnswersReceived(at_us=event.at_us, answers=tuple(one.agent.answer(answer) for one in followers))
+    return []
 
 
 def pass_through(followers: Sequence[Follower], courses: Sequence[Course], clock: VirtualClock) -> int | None:

@@ -42,7 +42,11 @@ class RunCosts(Struct, frozen=True, kw_only=True):
 
 
 class CostCounter:
-    """Follows a run, from its first sync to its last: for each agent, from the first command of a sync that it got."""
+    """Follows a run, from its first sync to its last.
+
+    Attributes:
+        replicas: By their agents' names: those of which the agent has got a command of a sync.
+    """
 
     def __init__(self) -> None:
         self._begun_us: int | None = None
@@ -50,7 +54,7 @@ class CostCounter:
         self._requests: dict[int, int] = {}  # by ticket: when its sync was requested (µs)
         self._times = Latencies()
         self._aborted = self._left_out = self._behind = self._behind_sum = 0
-        self._replicas: dict[str, _Replica] = {}
+        self.replicas: dict[str, _Replica] = {}
 
     @property
     def syncs(self) -> int:
@@ -82,24 +86,16 @@ class CostCounter:
 
     def decided_by_agent(self, name: str, event: Event, after: AgentState) -> None:
         """Add a decision of the agent beside an engine."""
-        if name in self._replicas:
-            self.change(name, condition_of(after), event.at_ms)
+        if name in self.replicas:
+            self.replicas[name].change(condition_of(after), event.at_ms)
         elif isinstance(event, CommandReceived) and isinstance(event.command, WeightSync | AdapterSync):
-            self._replicas[name] = _Replica(after, event.at_ms)
-
-    def follows(self, name: str) -> bool:
-        """Return whether an agent has got a command of a sync."""
-        return name in self._replicas
-
-    def change(self, name: str, condition: Condition, at_ms: int) -> None:
-        """Add what a replica does from a moment on."""
-        self._replicas[name].change(condition, at_ms)
+            self.replicas[name] = _Replica(after, event.at_ms)
 
     def finish(self) -> RunCosts:
         """Return the costs of a run with a sync that has ended."""
         length_us = self._ended_us - (self._begun_us or 0)
         hours_of = dict.fromkeys(get_args(Condition), 0.0)
-        for replica in self._replicas.values():
+        for replica in self.replicas.values():
             for condition, spent_ms in replica.up_to(length_us // 1000).items():
                 hours_of[condition] += replica.gpus * spent_ms / 3_600_000
         return RunCosts(
@@ -126,7 +122,7 @@ class _Replica:
         self._condition, self._since_ms = condition_of(state), at_ms
 
     def change(self, condition: Condition, at_ms: int) -> None:
-        """Count the time up to now."""
+        """Count the time up to now: from now on it does that."""
         spent_ms = max(0, at_ms - self._since_ms)  # another boot of its node has another clock
         self.spent_ms[self._condition] = self.spent_ms.get(self._condition, 0) + spent_ms
         self._condition, self._since_ms = condition, at_ms

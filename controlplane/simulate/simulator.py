@@ -5,6 +5,8 @@ The shells here do what the real ones do, as far as it costs time: they ask thei
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, Final
 
@@ -15,12 +17,13 @@ from controlplane.machine import coordinator
 from controlplane.machine import events as bus_events
 from controlplane.machine.coordinator_state import CoordinatorState
 from controlplane.simulate.alike import (
+    RUN,
     Course,
     Expected,
     Follower,
     Situation,
     pass_through,
-    received,
+    published,
     rehearsed,
 )
 from controlplane.simulate.costs import CostCounter, RunCosts
@@ -34,6 +37,7 @@ from schemas.commands import AdapterRequest, AdapterSync, Checkpoint, Target, We
 from schemas.errors import ConfigError
 from schemas.identity import Identity, agent_of
 from schemas.reports import SyncReport
+from workers.link.frames import read_command
 from workers.link.heartbeat import status_of
 from workers.machine import decide as machine
 from workers.machine.observe import SHOWS_NOTHING
@@ -85,7 +89,7 @@ class Simulation:
         alike: list[Follower] = []
         for agent in self.agents.values():
             if agent.follower is None and agent.is_settled:
-                agent.follow()
+                agent.follower, agent.deadline_ms = Follower(agent), None
             if (follower := agent.follower) is not None and follower.has_ended():
                 own = follower.situation
                 if id(own) not in found:
@@ -106,21 +110,16 @@ class Simulation:
             act(lasts)
 
         if per_hour:
-            self._fail_after(self.luck.of(place, what).expovariate(per_hour / 3600), again)
-
-    def _fail_after(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
-        self.clock.at(round(seconds * SECOND), act, *args)
+            self.clock.at(round(self.luck.of(place, what).expovariate(per_hour / 3600) * SECOND), again)
 
     def reached(self, sync: int, phase: str) -> None:
         """Have fail what failed in this part of a recorded run, or in one that this run has left out."""
         for failure in self.recorded.pop(sync, []):
-            agent = self.agents.get(failure.agent)
+            what, after_us, agent = failure.what, round(failure.after * SECOND), self.agents.get(failure.agent)
             if phase not in (failure.phase, "step"):
                 self.recorded[sync].append(failure)
-            elif failure.what == "trainer":
-                self._fail_after(failure.after, self.bus.die, failure.lasts)
-            elif agent is not None:
-                self._fail_after(failure.after, agent.fail, failure.what, failure.lasts)
+            elif agent is not None or what == "trainer":
+                self.clock.at(after_us, self.bus.die if agent is None else partial(agent.fail, what), failure.lasts)
 
 
 class SimulatedAgent:
@@ -139,7 +138,7 @@ class SimulatedAgent:
         self._life = self._connections = self._call_id = 0
         self.follower: Follower | None = None  # while it decides as others do
         self.network_us = 0  # how long a message is on its way
-        self._deadline_ms: int | None = None
+        self.deadline_ms: int | None = None
         self._seen: events.Observation | None = None
         self._sent: tuple[int, AgentStatus] | None = None
 
@@ -153,7 +152,7 @@ class SimulatedAgent:
             and self._seen == self.engine.observe()
             and machine.next_deadline(self.state) is None
             and self.run.bus.state.members[self.name].settled
-            and self.run.costs.follows(self.name)
+            and self.name in self.run.costs.replicas
         )
 
     @property
@@ -200,11 +199,7 @@ class SimulatedAgent:
             self._cut, peer = True, self.peer
             self.lose_bus()
             self.standing = peer if connection_stands else ""
-            self.run.after(lasts, self.name, "cut off", self._be_back)
-
-    def _be_back(self) -> None:
-        self._cut = False
-        self.connect()
+            self.run.after(lasts, self.name, "cut off", self.connect, True)
 
     def _lose_engine(self, lasts: Duration, seen_us: int = AGAIN_US) -> None:
         self.part()
@@ -248,16 +243,12 @@ class SimulatedAgent:
     def _plan(self) -> None:
         """Plan the next deadline, and a heartbeat: one that repeats the last is no event."""
         deadline_ms = machine.next_deadline(self.state)
-        if deadline_ms is not None and deadline_ms != self._deadline_ms:
-            self._deadline_ms = deadline_ms
+        if deadline_ms is not None and deadline_ms != self.deadline_ms:
+            self.deadline_ms = deadline_ms
             self.clock.at(max(0, deadline_ms * 1000 - self.clock.now), self._tick, deadline_ms)
         if not self._beats:
             self._beats, interval_us = True, self.model.bus.heartbeat_ms * 1000
             self.clock.at(interval_us - self.clock.now % interval_us, self._beat)
-
-    def follow(self) -> None:
-        """From now on it decides as others do."""
-        self.follower, self._deadline_ms = Follower(self), None
 
     def part(self) -> None:
         """From now on it decides by itself."""
@@ -268,8 +259,8 @@ class SimulatedAgent:
             self._plan()
 
     def _tick(self, deadline_ms: int) -> None:
-        if self._deadline_ms == deadline_ms:
-            self._deadline_ms = None
+        if self.deadline_ms == deadline_ms:
+            self.deadline_ms = None
             self.feed(events.Tick(at_ms=self.now_ms))
 
     def _beat(self) -> None:
@@ -313,9 +304,10 @@ class SimulatedAgent:
 
     # --- the network --------------------------------------------------------------------------------------------------
 
-    def connect(self) -> None:
+    def connect(self, in_reach: bool = False) -> None:
         """Say hello on a new connection, if the bus can be reached."""
         self.lose_bus()
+        self._cut = self._cut and not in_reach
         if self.alive and not self._cut and self.run.bus.alive:
             self._connections, self._sent = self._connections + 1, None
             self.peer = f"{self.name}/life {self._life}/{self._connections}"
@@ -375,7 +367,8 @@ class SimulatedAgent:
                 self.feed(events.SnapshotReceived(at_ms=now_ms, epoch=epoch, seq=sent.seq, desired=desired))
             case wire.Replay(records=records):
                 for record in records:
-                    self.hear(sent.peer, received(sent.epoch, record, record.origin))
+                    body = wire.encode(record.envelope)
+                    self.hear(sent.peer, read_command(sent.epoch, record.origin, record.seq, body, RUN, 0))
             case wire.Rejoin():
                 self.clock.at(AGAIN_US, self._connect_again, sent.peer)
 
@@ -394,8 +387,7 @@ class SimulatedBus:
         self._life = self._tried = 0
         self._turns = False  # at once
         self._rehearsed: tuple[Situation, list[Course]] | None = None  # what a sync leads to if all goes well
-        self._inbox: list[bus_events.CoordinatorEvent] = []
-        self._answers: list[bus_events.PeerAnswer] = []
+        self._inbox: list[bus_events.CoordinatorEvent | bus_events.PeerAnswer] = []
         self.expected: list[Expected] = []  # those that come alike, the last one first
         self._deadline_us: int | None = None
 
@@ -406,7 +398,7 @@ class SimulatedBus:
         self.alive, self._waits, self._turns, self._life = True, True, False, self._life + 1
         settings = convert(self.model.bus, bus_events.CoordinatorSettings, from_attributes=True)
         at_ns, logic = self.clock.now * 1000, coordinator.LOGIC
-        self._feed(bus_events.Opened(at_us=0, at_ns=at_ns, run="simulated", settings=settings, logic=logic))
+        self._feed(bus_events.Opened(at_us=0, at_ns=at_ns, run=RUN, settings=settings, logic=logic))
         for agent in self.run.agents.values() if self._life > 1 else ():
             agent.connect()
         if self._life == 1:
@@ -416,7 +408,7 @@ class SimulatedBus:
     def die(self, lasts: Duration) -> None:
         """The trainer dies, with its bus."""
         if self.alive:
-            self.alive, self._inbox, self._answers, self._deadline_us = False, [], [], None
+            self.alive, self._inbox, self._deadline_us = False, [], None
             for agent in self.run.agents.values():
                 agent.lose_bus()
             self.expected.clear()
@@ -454,9 +446,9 @@ class SimulatedBus:
 
     # --- the machine --------------------------------------------------------------------------------------------------
 
-    def _feed(self, event: bus_events.CoordinatorEvent) -> None:
-        """Have an event decided in the next turn, with all else that arrives at this moment."""
-        self._take_answers()
+    def _feed(self, event: bus_events.CoordinatorEvent | bus_events.PeerAnswer) -> None:
+        """Have an event decided together with all else that arrives at this moment."""
+        self._take_expected()
         self._inbox.append(event)
         self._plan_turn()
 
@@ -471,12 +463,9 @@ class SimulatedBus:
             self.expected.remove(answer)
             self._await_expected()
 
-    def _take_answers(self) -> None:
+    def _take_expected(self) -> None:
         while self.expected and self.expected[-1][0] <= self.clock.now:
-            self._answers.append(self.expected.pop()[1])
-        if self._answers:
-            self._inbox.append(bus_events.AnswersReceived(at_us=0, answers=tuple(self._answers)))
-            self._answers = []
+            self._inbox.append(self.expected.pop()[1])
 
     def _plan_turn(self) -> None:
         if not self._turns:
@@ -487,31 +476,28 @@ class SimulatedBus:
         if not self.alive or life != self._life:
             return
         now_us, self._turns = self.clock.now, False
-        self._take_answers()
-        batch, self._inbox = self._inbox, []
+        self._take_expected()
+        inbox, self._inbox = self._inbox, []
+        for answers, group in groupby(inbox, lambda each: isinstance(each, bus_events.PeerAnswer)):
+            for event in [bus_events.AnswersReceived(at_us=0, answers=tuple(group))] if answers else group:
+                self._decide(replace(event, at_us=now_us))
         deadline_us = coordinator.next_deadline(self.state)
         if deadline_us is not None and now_us >= deadline_us:
-            batch.append(bus_events.TimerFired(at_us=now_us))
-        for event in batch:
-            self.state, effects = coordinator.decide(self.state, timed := replace(event, at_us=now_us))
-            self.run.costs.decided_by_bus(timed, effects)
-            for effect in effects:
-                self._perform(effect)
-        deadline_us = coordinator.next_deadline(self.state)
+            self._decide(bus_events.TimerFired(at_us=now_us))
+            deadline_us = coordinator.next_deadline(self.state)
         if deadline_us is not None and deadline_us != self._deadline_us:
             self._deadline_us = deadline_us
-            self.clock.at(max(0, deadline_us - now_us), self._wake, deadline_us)
-        if self._waits and all(self._is_live(agent.name) for agent in self.run.agents.values() if agent.peer):
+            self.clock.at(max(0, deadline_us - now_us), self._plan_turn)
+        joined = {name for name, member in self.state.members.items() if self._waits and member.state == "live"}
+        if self._waits and joined.issuperset(agent.name for agent in self.run.agents.values() if agent.peer):
             self._waits = False
             self._plan_sync(self._life)
 
-    def _is_live(self, name: str) -> bool:
-        return name in self.state.members and self.state.members[name].state == "live"
-
-    def _wake(self, deadline_us: int) -> None:
-        if self.alive and self._deadline_us == deadline_us:
-            self._deadline_us = None
-            self._plan_turn()
+    def _decide(self, event: bus_events.CoordinatorEvent) -> None:
+        self.state, effects = coordinator.decide(self.state, event)
+        self.run.costs.decided_by_bus(event, effects)
+        for effect in effects:
+            self._perform(effect)
 
     def _plan_sync(self, life: int) -> None:
         self.run.after(self.model.step, "", "step", self._sync, life)
@@ -519,7 +505,7 @@ class SimulatedBus:
     def _perform(self, effect: bus_events.CoordinatorEffect) -> None:
         match effect:
             case bus_events.Publish():
-                command = received(effect.epoch, effect, effect.epoch)
+                command = published(effect)
                 if isinstance(command.command, WeightSync | AdapterSync):
                     self.run.reached(self._tried, command.command.phase)
                 courses: dict[int, Course | None] = {}
@@ -545,8 +531,7 @@ class SimulatedBus:
             return
         match message:
             case bus_events.PeerAnswer():
-                self._answers.append(message)
-                self._plan_turn()
+                self._feed(message)
             case AgentStatus():
                 self._feed(bus_events.StatusReceived(at_us=0, peer=peer, seq=seq, status=message))
             case wire.Hello():
