@@ -5,8 +5,6 @@ The shells here do what the real ones do, as far as it costs time: they ask thei
 
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
-from itertools import groupby
 from operator import itemgetter
 from typing import Any, Final
 
@@ -102,24 +100,34 @@ class Simulation:
         """Have something happen after a time that is drawn."""
         self.clock.at(self.luck.us(duration, place, what), act, *args)
 
-    def fail(self, per_hour: float, place: str, what: str, act: Callable[[Duration], None], lasts: Duration) -> None:
+    def fail(self, place: str, what: str, act: Callable[[Duration], None], now: bool = False) -> None:
         """Have something fail at random, again and again."""
-
-        def again() -> None:
-            self.fail(per_hour, place, what, act, lasts)
-            act(lasts)
-
+        per_hour = getattr(self.model.failures, f"{what}_per_hour")
         if per_hour:
-            self.clock.at(round(self.luck.of(place, what).expovariate(per_hour / 3600) * SECOND), again)
+            wait_s = self.luck.of(place, what).expovariate(per_hour / 3600)
+            self.clock.at(round(wait_s * SECOND), self.fail, place, what, act, True)
+        if now:
+            act(getattr(self.model.failures, f"{what}_s"))
 
     def reached(self, sync: int, phase: str) -> None:
         """Have fail what failed in this part of a recorded run, or in one that this run has left out."""
         for failure in self.recorded.pop(sync, []):
-            what, after_us, agent = failure.what, round(failure.after * SECOND), self.agents.get(failure.agent)
+            agent = self.agents.get(failure.agent)
             if phase not in (failure.phase, "step"):
                 self.recorded[sync].append(failure)
-            elif agent is not None or what == "trainer":
-                self.clock.at(after_us, self.bus.die if agent is None else partial(agent.fail, what), failure.lasts)
+            elif agent is not None or failure.what == "trainer":
+                self.clock.at(round(failure.after * SECOND), self._fail_again, failure, agent)
+
+    def _fail_again(self, failure: RecordedFailure, agent: "SimulatedAgent | None") -> None:
+        """Fail as an agent has seen it, and for as long as it saw that."""
+        if agent is None:
+            self.bus.die(failure.lasts)
+        elif failure.what == "engine":
+            agent.lose_engine(failure.lasts, seen_us=0)
+        elif failure.what == "agent":
+            agent.die(failure.lasts)
+        else:
+            agent.be_cut_off(failure.lasts, connection_stands=failure.what == "silence")
 
 
 class SimulatedAgent:
@@ -168,22 +176,10 @@ class SimulatedAgent:
         self.connect()
 
     def plan_failures(self) -> None:
-        failures = self.model.failures
-        self.run.fail(failures.agent_per_hour, self.name, "agent", self._die, failures.agent_s)
-        self.run.fail(failures.cut_per_hour, self.name, "cut", self._be_cut_off, failures.cut_s)
-        self.run.fail(failures.engine_per_hour, self.name, "engine", self._lose_engine, failures.engine_s)
+        for what, act in (("agent", self.die), ("cut", self.be_cut_off), ("engine", self.lose_engine)):
+            self.run.fail(self.name, what, act)
 
-    def fail(self, what: str, lasts: Duration) -> None:
-        """Have something fail that an agent has seen fail, and for as long as it saw that."""
-        match what:
-            case "engine":
-                self._lose_engine(lasts, seen_us=0)
-            case "agent":
-                self._die(lasts)
-            case _:
-                self._be_cut_off(lasts, connection_stands=what == "silence")
-
-    def _die(self, lasts: Duration) -> None:
+    def die(self, lasts: Duration) -> None:
         """The call in flight is carried out all the same, or not."""
         self.part()
         if self.alive:
@@ -194,14 +190,14 @@ class SimulatedAgent:
             self.lose_bus()
             self.run.after(lasts, self.name, "agent back", self.begin)
 
-    def _be_cut_off(self, lasts: Duration, connection_stands: bool = False) -> None:
+    def be_cut_off(self, lasts: Duration, connection_stands: bool = False) -> None:
         if not self._cut:
             self._cut, peer = True, self.peer
             self.lose_bus()
             self.standing = peer if connection_stands else ""
             self.run.after(lasts, self.name, "cut off", self.connect, True)
 
-    def _lose_engine(self, lasts: Duration, seen_us: int = AGAIN_US) -> None:
+    def lose_engine(self, lasts: Duration, seen_us: int = AGAIN_US) -> None:
         self.part()
         if self.engine.ready:
             self.engine.end()
@@ -387,7 +383,8 @@ class SimulatedBus:
         self._life = self._tried = 0
         self._turns = False  # at once
         self._rehearsed: tuple[Situation, list[Course]] | None = None  # what a sync leads to if all goes well
-        self._inbox: list[bus_events.CoordinatorEvent | bus_events.PeerAnswer] = []
+        self._inbox: list[bus_events.CoordinatorEvent] = []
+        self._answers: list[bus_events.PeerAnswer] = []
         self.expected: list[Expected] = []  # those that come alike, the last one first
         self._deadline_us: int | None = None
 
@@ -402,13 +399,12 @@ class SimulatedBus:
         for agent in self.run.agents.values() if self._life > 1 else ():
             agent.connect()
         if self._life == 1:
-            failures = self.model.failures
-            self.run.fail(failures.trainer_per_hour, "", "trainer", self.die, failures.trainer_s)
+            self.run.fail("", "trainer", self.die)
 
     def die(self, lasts: Duration) -> None:
         """The trainer dies, with its bus."""
         if self.alive:
-            self.alive, self._inbox, self._deadline_us = False, [], None
+            self.alive, self._inbox, self._answers, self._deadline_us = False, [], [], None
             for agent in self.run.agents.values():
                 agent.lose_bus()
             self.expected.clear()
@@ -446,9 +442,8 @@ class SimulatedBus:
 
     # --- the machine --------------------------------------------------------------------------------------------------
 
-    def _feed(self, event: bus_events.CoordinatorEvent | bus_events.PeerAnswer) -> None:
+    def _feed(self, event: bus_events.CoordinatorEvent) -> None:
         """Have an event decided together with all else that arrives at this moment."""
-        self._take_expected()
         self._inbox.append(event)
         self._plan_turn()
 
@@ -463,10 +458,6 @@ class SimulatedBus:
             self.expected.remove(answer)
             self._await_expected()
 
-    def _take_expected(self) -> None:
-        while self.expected and self.expected[-1][0] <= self.clock.now:
-            self._inbox.append(self.expected.pop()[1])
-
     def _plan_turn(self) -> None:
         if not self._turns:
             self._turns = True
@@ -476,11 +467,12 @@ class SimulatedBus:
         if not self.alive or life != self._life:
             return
         now_us, self._turns = self.clock.now, False
-        self._take_expected()
-        inbox, self._inbox = self._inbox, []
-        for answers, group in groupby(inbox, lambda each: isinstance(each, bus_events.PeerAnswer)):
-            for event in [bus_events.AnswersReceived(at_us=0, answers=tuple(group))] if answers else group:
-                self._decide(replace(event, at_us=now_us))
+        while self.expected and self.expected[-1][0] <= now_us:
+            self._answers.append(self.expected.pop()[1])
+        answered = [bus_events.AnswersReceived(at_us=0, answers=tuple(self._answers))] if self._answers else []
+        batch, self._inbox, self._answers = [*answered, *self._inbox], [], []
+        for event in batch:
+            self._decide(replace(event, at_us=now_us))
         deadline_us = coordinator.next_deadline(self.state)
         if deadline_us is not None and now_us >= deadline_us:
             self._decide(bus_events.TimerFired(at_us=now_us))
@@ -531,7 +523,8 @@ class SimulatedBus:
             return
         match message:
             case bus_events.PeerAnswer():
-                self._feed(message)
+                self._answers.append(message)
+                self._plan_turn()
             case AgentStatus():
                 self._feed(bus_events.StatusReceived(at_us=0, peer=peer, seq=seq, status=message))
             case wire.Hello():
