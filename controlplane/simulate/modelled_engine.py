@@ -69,15 +69,12 @@ class ModelledEngine:
 
     def __init__(self, state: events.Observation) -> None:
         self.ready, self.state, self.instance, self._launch = True, state, FIRST_LAUNCH, 1
+        self._kind: Kind = state.engine  # type: ignore[assignment]
 
     def end(self) -> None:
         """Die, with all that it holds."""
         self.ready, self._launch, self.state = False, self._launch + 1, launched(self._kind)
         self.instance = f"launch {self._launch}"
-
-    @property
-    def _kind(self) -> Kind:
-        return self.state.engine  # type: ignore[return-value]
 
     def observe(self) -> events.Observation:
         """Return what a backend would read now."""

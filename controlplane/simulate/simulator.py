@@ -14,16 +14,7 @@ from msgspec.structs import replace
 from controlplane.machine import coordinator
 from controlplane.machine import events as bus_events
 from controlplane.machine.coordinator_state import CoordinatorState
-from controlplane.simulate.alike import (
-    RUN,
-    Course,
-    Expected,
-    Follower,
-    Situation,
-    pass_through,
-    published,
-    rehearsed,
-)
+from controlplane.simulate import alike
 from controlplane.simulate.costs import CostCounter, RunCosts
 from controlplane.simulate.fleet_model import Duration, FleetModel, RecordedFailure
 from controlplane.simulate.luck import NO_ANSWER, RETURNED, SECOND, DrawnCalls, Luck
@@ -81,20 +72,21 @@ class Simulation:
             agent.part()
         return self.costs.finish()
 
-    def gather(self) -> list[Follower]:
+    def gather(self) -> list[alike.Follower]:
         """Have agents in the same situation decide alike. Return all agents if all are in one situation."""
-        found: dict[int, tuple[Situation, Situation]] = {}  # by what it was: what it is from now on
-        alike: list[Follower] = []
+        found: dict[int, tuple[alike.Situation, alike.Situation]] = {}  # by what it was: what it is from now on
+        followers: list[alike.Follower] = []
         for agent in self.agents.values():
             if agent.follower is None and agent.is_settled:
-                agent.follower, agent.deadline_ms = Follower(agent), None
+                agent.follower, agent.deadline_ms = alike.Follower(agent), None
             if (follower := agent.follower) is not None and follower.has_ended():
                 own = follower.situation
                 if id(own) not in found:
                     found[id(own)] = own, next((other for _, other in found.values() if other == own), own)
                 _, follower.situation = found[id(own)]
-                alike.append(follower)
-        return alike if len(alike) == len(self.agents) and len({id(same) for _, same in found.values()}) == 1 else []
+                followers.append(follower)
+        one = len(followers) == len(self.agents) and len({id(same) for _, same in found.values()}) == 1
+        return followers if one else []
 
     def after(self, duration: Duration, place: str, what: str, act: Callable[..., None], *args: Any) -> None:
         """Have something happen after a time that is drawn."""
@@ -144,7 +136,7 @@ class SimulatedAgent:
         self.peer = ""  # its connection; empty while there is none
         self.standing = ""  # one that carries nothing, and that the bus can't tell from another
         self._life = self._connections = self._call_id = 0
-        self.follower: Follower | None = None  # while it decides as others do
+        self.follower: alike.Follower | None = None  # while it decides as others do
         self.network_us = 0  # how long a message is on its way
         self.deadline_ms: int | None = None
         self._seen: events.Observation | None = None
@@ -166,8 +158,6 @@ class SimulatedAgent:
     @property
     def now_ms(self) -> int:
         return self.clock.now // 1000
-
-    # --- life and failures --------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         self.alive, self._life, self._seen = True, self._life + 1, None
@@ -298,8 +288,6 @@ class SimulatedAgent:
             seen = self._seen = self.engine.observe()
         self.feed(events.EngineReturned(at_ms=self.now_ms, call_id=call_id, result=result, observation=seen))
 
-    # --- the network --------------------------------------------------------------------------------------------------
-
     def connect(self, in_reach: bool = False) -> None:
         """Say hello on a new connection, if the bus can be reached."""
         self.lose_bus()
@@ -330,7 +318,7 @@ class SimulatedAgent:
         if self.peer:
             self.clock.at(self.network_us, self.run.bus.receive, self.peer, message, seq)
 
-    def publish(self, command: events.CommandReceived, courses: dict[int, Course | None]) -> None:
+    def publish(self, command: events.CommandReceived, courses: dict[int, alike.Course | None]) -> None:
         """Publish a command to it."""
         follower = self.follower
         if self.peer and not (follower is not None and follower.has_ended() and follower.follow(command, courses)):
@@ -364,7 +352,7 @@ class SimulatedAgent:
             case wire.Replay(records=records):
                 for record in records:
                     body = wire.encode(record.envelope)
-                    self.hear(sent.peer, read_command(sent.epoch, record.origin, record.seq, body, RUN, 0))
+                    self.hear(sent.peer, read_command(sent.epoch, record.origin, record.seq, body, alike.RUN, 0))
             case wire.Rejoin():
                 self.clock.at(AGAIN_US, self._connect_again, sent.peer)
 
@@ -382,20 +370,20 @@ class SimulatedBus:
         self.alive = self._waits = False
         self._life = self._tried = 0
         self._turns = False  # at once
-        self._rehearsed: tuple[Situation, list[Course]] | None = None  # what a sync leads to if all goes well
+        self._rehearsed: tuple[alike.Situation, list[alike.Course]] | None = (
+            None  # what a sync leads to if all goes well
+        )
         self._inbox: list[bus_events.CoordinatorEvent] = []
         self._answers: list[bus_events.PeerAnswer] = []
-        self.expected: list[Expected] = []  # those that come alike, the last one first
+        self.expected: list[alike.Expected] = []  # those that come alike, the last one first
         self._deadline_us: int | None = None
-
-    # --- the trainer --------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """The trainer starts, perhaps again."""
         self.alive, self._waits, self._turns, self._life = True, True, False, self._life + 1
         settings = convert(self.model.bus, bus_events.CoordinatorSettings, from_attributes=True)
         at_ns, logic = self.clock.now * 1000, coordinator.LOGIC
-        self._feed(bus_events.Opened(at_us=0, at_ns=at_ns, run=RUN, settings=settings, logic=logic))
+        self._feed(bus_events.Opened(at_us=0, at_ns=at_ns, run=alike.RUN, settings=settings, logic=logic))
         for agent in self.run.agents.values() if self._life > 1 else ():
             agent.connect()
         if self._life == 1:
@@ -429,11 +417,11 @@ class SimulatedBus:
             on_unreachable=policy.absent,
             adapter=AdapterRequest(name="policy", keep=policy.keep) if policy.sync == "adapter" else None,
         )
-        alike, ended_us = self.run.gather(), None
-        if alike and policy.sync == "weights" and self._tried not in self.run.recorded:
-            if self._rehearsed is None or self._rehearsed[0] is not alike[0].situation:
-                self._rehearsed = alike[0].situation, rehearsed(alike, self.state, requested)
-            ended_us = pass_through(alike, self._rehearsed[1], self.clock)
+        followers, ended_us = self.run.gather(), None
+        if followers and self._tried not in self.run.recorded:
+            if self._rehearsed is None or self._rehearsed[0] is not followers[0].situation:
+                self._rehearsed = followers[0].situation, alike.rehearsed(followers, self.state, requested)
+            ended_us = alike.pass_through(followers, self._rehearsed[1], self.clock)
         if ended_us is None:
             self._feed(requested)
         else:
@@ -452,7 +440,7 @@ class SimulatedBus:
         if self.expected:
             self.clock.at(self.expected[0][0] - self.clock.now, self._plan_turn)
 
-    def forget(self, answer: Expected) -> None:
+    def forget(self, answer: alike.Expected) -> None:
         """Expect an answer no more."""
         if answer in self.expected:
             self.expected.remove(answer)
@@ -497,10 +485,10 @@ class SimulatedBus:
     def _perform(self, effect: bus_events.CoordinatorEffect) -> None:
         match effect:
             case bus_events.Publish():
-                command = published(effect)
+                command = alike.published(effect)
                 if isinstance(command.command, WeightSync | AdapterSync):
                     self.run.reached(self._tried, command.command.phase)
-                courses: dict[int, Course | None] = {}
+                courses: dict[int, alike.Course | None] = {}
                 for agent in self.run.agents.values():
                     agent.publish(command, courses)
                 self.expected.sort(key=itemgetter(0), reverse=True)

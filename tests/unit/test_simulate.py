@@ -163,7 +163,32 @@ def test_agents_that_decide_alike_cost_to_the_last_digit_what_they_do_if_each_de
     costs_alike = alike.run()
     monkeypatch.setattr(alone, "gather", lambda: [])
     assert costs_alike == alone.run()
-    assert alike.clock.acts < alone.clock.acts
+
+
+@pytest.mark.parametrize(
+    ("failures", "share"),
+    [({}, 0.1), ({"failures": {"engine_per_hour": 2.0, "calls": {"load": 0.01}}}, 0.4)],
+    ids=["quiet", "failing"],
+)
+def test_what_happens_the_same_everywhere_is_decided_once(
+    failures: Tree, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a fleet so large that something fails in nearly every sync."""
+    fleet: Tree = {"steps": 20, "fleet": {"replicas": 60}, "calls": {"load": {"median": 10.0, "p99": 20.0}}}
+    model = checked(merged(merged(PLAIN, fleet), failures), "fleet.toml")
+    alike, alone = Simulation(model), Simulation(model)
+    costs_alike = alike.run()
+    monkeypatch.setattr(alone, "gather", lambda: [])
+    assert costs_alike == alone.run()
+    assert alike.clock.acts < share * alone.clock.acts
+
+
+def test_what_is_staged_is_read_before_the_pause() -> None:
+    reading: Tree = {"calls": {"read": 6.0}}
+    staged, not_staged = costs(reading), costs(reading, {"policy": {"staging": False}})
+    assert staged.sync_p50 == not_staged.sync_p50 == pytest.approx(costs().sync_p50 + 6.0, abs=0.001)
+    assert staged.paused == pytest.approx(costs().paused, rel=0.001)
+    assert not_staged.paused * 3600 == pytest.approx(staged.paused * 3600 + 10 * 6 * 6.0, rel=0.001)
 
 
 @pytest.mark.parametrize(
