@@ -12,7 +12,7 @@ from controlplane.machine.adapters import with_wanted
 from controlplane.machine.coordinator_state import CoordinatorState, Effects, OpenCommand, Order, send
 from controlplane.machine.replicas import away_ms, identities, live_agents
 from controlplane.machine.stops import stops_after
-from schemas.commands import Command, ProfileCommand, Target, WeightSync
+from schemas.commands import Command, Target
 from schemas.desired import Desired, changes_nothing, desired_after
 from schemas.identity import Identity, identity_of
 from schemas.outcomes import Missing
@@ -100,19 +100,13 @@ def _desired_after(
     if changes_nothing(command):
         return state.desired, state.default_desired
     known = identities(state)
-    desired: dict[int | str, Desired] = {}
-    alike: dict[object, Desired] = {}  # most replicas of a fleet have one state
-    named = command.quarantine if isinstance(command, WeightSync) else ()
-    for unit, before in state.desired.items():
-        identity = known.get(unit)
-        if identity is None:  # stands for a unit that left in an earlier life of the bus, until it comes back
-            identity = identity_of(unit) if isinstance(unit, str) else Identity(replica=unit, node_rank=0)
-        targeted = target.includes(identity)
-        own = unit if isinstance(unit, str) or isinstance(command, ProfileCommand) else ""
-        kind = id(before), targeted, identity.mode, unit in named, own
-        if kind not in alike:
-            alike[kind] = desired_after(before, command, targeted, identity)
-        desired[unit] = alike[kind]
+    desired = {
+        unit: desired_after(before, command, target.includes(identity), identity)
+        for unit, before in state.desired.items()
+        # Stands for a unit that left in an earlier life of the bus, until it comes back.
+        for absent in (identity_of(unit) if isinstance(unit, str) else Identity(replica=unit, node_rank=0),)
+        for identity in (known.get(unit) or absent,)
+    }
     return desired, desired_after(state.default_desired, command, target.replicas is None, UNSEEN)
 
 

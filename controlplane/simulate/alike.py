@@ -125,18 +125,14 @@ class Follower:
         if self._follows is not None and self._moments_us[-1] <= self.agent.clock.now:
             _, course, _ = self._follows
             self.situation, self._follows = course.after, None
-            self.count()
+            self.settle()
         return self._follows is None
 
-    def count(self) -> None:
-        """Count what it has gone through."""
-        for condition, at_ms in self._changes:
+    def settle(self, begun: int | None = None) -> None:
+        """Count what it has gone through; or have the engine meet again what was drawn, but for calls that began."""
+        for condition, at_ms in self._changes if begun is None else ():
             self.agent.run.costs.replicas[self.agent.name].change(condition, at_ms)
-        self._drawn, self._changes = [], []
-
-    def put_back(self, begun: int = 0) -> None:
-        """Have the engine meet again what was drawn for it, but for the calls that have begun."""
-        for call, outcome in reversed(self._drawn[begun:]):
+        for call, outcome in reversed(self._drawn[begun:]) if begun is not None else ():
             self.agent.calls.put_back(call, outcome)
         self._drawn, self._changes = [], []
 
@@ -159,12 +155,14 @@ class Follower:
     def follow(self, command: events.CommandReceived, courses: dict[int, Course | None]) -> bool:
         """Take a command that is published now, if it leads to the same as for others, and all goes well."""
         agent, key, body = self.agent, id(self.situation), command.command
+        if isinstance(body, WeightSync) and agent.replica in body.quarantine:
+            return False
         if key not in courses:
             courses[key] = _course(self.situation, agent.identity, command)
-        if (course := courses[key]) is None or (isinstance(body, WeightSync) and agent.replica in body.quarantine):
+        if (course := courses[key]) is None:
             return False
         if (arrives_us := self.draw(course, agent.clock.now)) is None:
-            self.put_back()
+            self.settle(begun=0)
             return False
         expected = arrives_us, agent.answer(course.answer)
         self._follows = command, course, expected
@@ -189,7 +187,7 @@ class Follower:
             agent.clock.at(moments_us[0] - now_us, agent.hear, agent.peer, command)
         elif decided < len(moments_us):
             agent.await_call(course.calls[decided - 1], RETURNED, moments_us[decided] - now_us)
-        self.put_back(decided)
+        self.settle(begun=decided)
         if moments_us[course.answered] > now_us:
             agent.run.bus.forget(expected)
 
@@ -221,13 +219,12 @@ def pass_through(followers: Sequence[Follower], courses: Sequence[Course], clock
 
     Return when the last answer to the last of them has arrived; None if anything else happens.
     """
-    ends_us = clock.now if courses else None
+    ends_us, well = clock.now, bool(courses)
     for course in courses:
-        arrivals_us = [follower.draw(course, ends_us) for follower in followers] if ends_us is not None else []
-        well_us = [arrival_us for arrival_us in arrivals_us if arrival_us is not None]
-        ends_us = max(well_us) if len(well_us) == len(followers) else None
-    if ends_us is not None and not clock.is_free(ends_us):
-        ends_us = None
+        if well:
+            arrivals_us = [follower.draw(course, ends_us) or 0 for follower in followers]
+            ends_us = max(arrivals_us)
+            well = all(arrivals_us) and clock.is_free(ends_us)
     for follower in followers:
-        follower.put_back() if ends_us is None else follower.count()
-    return ends_us
+        follower.settle(begun=None if well else 0)
+    return ends_us if well else None

@@ -73,21 +73,19 @@ class DrawnCalls:
     """How the calls into one engine end, and how long they take."""
 
     def __init__(self, model: FleetModel, luck: Luck, place: str) -> None:
-        self._model, self._luck, self._place = model, luck, place
+        self._requests, self._luck, self._place = model.requests, luck, place
         self._ahead: defaultdict[str, deque[Outcome]] = defaultdict(deque)  # of the next calls of a kind
         self._fixed: dict[str, Outcome] = {}  # of calls of which nothing is drawn
-        self._fails = {name for name in asdict(model.calls) if self._chances(name) != (0, 0)}
-        self._reads = "check_source" if model.policy.staging else "load"
-        self._read: Duration = asdict(model.calls)["read"]
-        for name, took in asdict(model.calls).items():
-            longer = self._read if name == self._reads else 0
-            numbers = isinstance(took, float | int) and isinstance(longer, float | int)
-            if numbers and name not in self._fails and (name, model.policy.in_flight) != ("pause", "wait"):
-                self._fixed[name] = RETURNED, round(took * SECOND) + round(longer * SECOND)
-
-    def _chances(self, name: str) -> tuple[Chance, Chance]:
-        failures = self._model.failures
-        return getattr(failures.refused, name, 0), getattr(failures.calls, name, 0)
+        self._drawn: dict[str, tuple[Duration, Duration, Chance, Chance]] = {}
+        times, waits = asdict(model.calls), "pause" if model.policy.in_flight == "wait" else ""
+        read, reads = times.pop("read"), "check_source" if model.policy.staging else "load"
+        for name, took in times.items():
+            chances = getattr(model.failures.refused, name), getattr(model.failures.calls, name)
+            more = read if name == reads else 0.0
+            self._drawn[name] = took, more, *chances
+            numbers = isinstance(took, float | int) and isinstance(more, float | int)
+            if numbers and chances == (0, 0) and name != waits:
+                self._fixed[name] = RETURNED, round(took * SECOND) + round(more * SECOND)
 
     def draw(self, call: events.Call) -> Outcome:
         """Return how a call ends."""
@@ -97,19 +95,16 @@ class DrawnCalls:
         kind = _kind(call)
         if ahead := self._ahead[kind]:
             return ahead.popleft()
-        took_us = luck.us(getattr(self._model.calls, name, 0.0), place, kind)
-        if name in self._fails:
-            refused, fails = self._chances(name)
-            if luck.happens(refused, place, f"{kind} refused"):
-                checks = isinstance(call, events.CheckSource | events.CheckAdapter)
-                return events.Fault("source_refused" if checks else "refused", "it is refused, as modelled."), took_us
-            if luck.happens(fails, place, f"{kind} fails"):
-                return events.Fault("engine_error", "it fails, as modelled."), took_us
+        took, more, refused, fails = self._drawn.get(name, (0.0, 0.0, 0, 0))
+        took_us = luck.us(took, place, kind)
+        if luck.happens(refused, place, f"{kind} refused"):
+            checks = isinstance(call, events.CheckSource | events.CheckAdapter)
+            return events.Fault("source_refused" if checks else "refused", "it is refused, as modelled."), took_us
+        if luck.happens(fails, place, f"{kind} fails"):
+            return events.Fault("engine_error", "it fails, as modelled."), took_us
         if kind == _WAITS:
-            took_us += luck.us(self._model.requests, place, "requests")
-        if name == self._reads:
-            took_us += luck.us(self._read, place, "read")
-        return RETURNED, took_us
+            took_us += luck.us(self._requests, place, "requests")
+        return RETURNED, took_us + luck.us(more, place, "read")
 
     def put_back(self, call: events.Call, outcome: Outcome) -> None:
         """Have the next call of this kind end as was drawn for it."""
