@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 from click.testing import CliRunner
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from controlplane.cli.__main__ import cli, run
 from controlplane.machine.events import HelloReceived, PeerLost, Send
@@ -16,7 +16,7 @@ from controlplane.record.log import RunLog
 from controlplane.simulate.costs import RunCosts
 from controlplane.simulate.fit import fit
 from controlplane.simulate.fleet_model import FleetModel, Tree, checked, merged, varied
-from controlplane.simulate.modelled_engine import Kind
+from controlplane.simulate.modelled_engine import Kind, ModelledEngine, launched
 from controlplane.simulate.simulator import Simulation, simulate
 from schemas.errors import ConfigError
 from schemas.events import EngineObserved
@@ -93,6 +93,20 @@ def test_a_sync_that_waits_for_requests_takes_longer() -> None:
     assert costs(waiting, {"policy": {"in_flight": "abort"}}) == costs()
 
 
+def test_a_phase_that_takes_longer_than_its_timeout_fails() -> None:
+    assert (costs({"policy": {"timeout": 9.0}}).aborted, costs({"policy": {"timeout": 12.0}}).aborted) == (10, 0)
+
+
+def test_a_modelled_engine_shows_no_more_than_the_real_one() -> None:
+    hidden = {
+        kind: {name for name, value in asdict(ModelledEngine(launched(kind)).observe()).items() if value is None}
+        for kind in get_args(Kind)
+    }
+    assert hidden["sglang"] - hidden["tiny"] == {"asleep", "profiling"}
+    assert hidden["vllm"] - hidden["tiny"] == {"profiling"}  # asleep as well, while it is paused
+    assert hidden["verl"] - hidden["tiny"] == {"asleep", "profiling", "generating", "version"}
+
+
 def test_after_a_trainer_that_dies_in_a_sync_the_fleet_is_paused_for_its_lease() -> None:
     dying: Tree = {"steps": 100, "step": 5.0, "failures": {"trainer_per_hour": 10.0, "trainer_s": 300.0}}
     short, long = costs(dying, {"bus": {"lease_ms": 5_000}}), costs(dying, {"bus": {"lease_ms": 200_000}})
@@ -122,18 +136,15 @@ def drawn(seed: int) -> FleetModel:
     """A fleet, its failures and its policy, drawn from a seed."""
     luck = Random(seed)
 
-    def rate(most: float) -> float:
-        return luck.choice([0.0, most / 10, most])
+    def rates(names: tuple[str, ...], most: float) -> Tree:
+        return {name: luck.choice([0.0, most / 10, most]) for name in names}
 
     def time(most: float) -> object:
         series = [[luck.uniform(0, most) for _ in range(luck.randint(1, 4))] for _ in range(2)]
         return luck.choice([0.0, most, {"median": most, "p99": most * luck.uniform(1, 5)}, series])
 
-    weights = ("check_source", "pause", "load", "restore", "flush", "resume", "read")
-    calls = {call: time(luck.choice([0.1, 5.0])) for call in (*weights, "check_adapter", "load_adapter")}
-    failures = {f"{what}_per_hour": rate(6.0) for what in ("engine", "agent", "cut", "trainer")}
-    lasts = {f"{what}_s": time(60.0) for what in ("engine", "agent", "cut", "trainer")}
-    fail = {kind: {call: rate(0.1) for call in ("load", "resume", "load_adapter")} for kind in ("calls", "refused")}
+    weights, adapters = ("check_source", "pause", "load", "restore", "flush", "resume", "read"), ("load_adapter",)
+    failing = "engine", "agent", "cut", "trainer"
     tree: Tree = {
         "seed": seed,
         "steps": 40,
@@ -141,8 +152,12 @@ def drawn(seed: int) -> FleetModel:
         "network": time(0.05),
         "requests": time(10.0),
         "fleet": {"replicas": luck.randint(1, 6), "engine": luck.choice(get_args(Kind))},
-        "calls": calls,
-        "failures": {**failures, **lasts, **fail},
+        "calls": {call: time(luck.choice([0.1, 5.0])) for call in weights + adapters},
+        "failures": {
+            **rates(tuple(f"{what}_per_hour" for what in failing), 6.0),
+            **{f"{what}_s": time(60.0) for what in failing},
+            **{kind: rates(("load", "resume", "load_adapter"), 0.1) for kind in ("calls", "refused")},
+        },
         "policy": {
             "sync": luck.choice(["weights", "weights", "adapter"]),
             "quorum": luck.choice(["all", "majority", 1]),
