@@ -155,7 +155,7 @@ class Follower:
     def follow(self, command: events.CommandReceived, courses: dict[int, Course | None]) -> bool:
         """Take a command that is published now, if it leads to the same as for others, and all goes well."""
         agent, key, body = self.agent, id(self.situation), command.command
-        if isinstance(body, WeightSync) and agent.replica in body.quarantine:
+        if isinstance(body, WeightSync) and agent.identity.replica in body.quarantine:
             return False
         if key not in courses:
             courses[key] = _course(self.situation, agent.identity, command)

@@ -127,7 +127,6 @@ class SimulatedAgent:
 
     def __init__(self, run: Simulation, replica: int) -> None:
         self.run, self.model, self.clock, size = run, run.model, run.clock, run.model.fleet
-        self.replica = replica
         self.identity = Identity(replica=replica, node_rank=0, nnodes=size.nodes, gpus_per_node=size.gpus)
         self.name = self.identity.agent
         self.engine, self.calls = ModelledEngine(launched(size.engine)), DrawnCalls(run.model, run.luck, self.name)
@@ -151,8 +150,8 @@ class SimulatedAgent:
             and self.engine.ready
             and self._seen == self.engine.observe()
             and machine.next_deadline(self.state) is None
-            and self.run.bus.state.members[self.name].settled
             and self.name in self.run.costs.replicas
+            and self.run.bus.state.members[self.name].settled
         )
 
     @property
