@@ -78,10 +78,10 @@ def _returned(engine: ModelledEngine, state: AgentState, call: events.Call, at_m
     return events.EngineReturned(at_ms=at_ms, call_id=state.activity.call_id, result=RETURNED, observation=seen)
 
 
-def _course(before: Situation, identity: Identity, command: events.CommandReceived) -> Course | None:
+def _course(before: Situation, identity: Identity, received: events.CommandReceived) -> Course | None:
     """Decide about a command; None if it leads to anything but calls and one answer."""
     engine, state = ModelledEngine(before.engine), replace(before.state, identity=identity)
-    event: events.Event = command
+    event: events.Event = received
     calls: list[events.Call] = []
     answers: list[tuple[int, events.Answer]] = []
     conditions, limit_ms = [condition_of(state)], float("inf")
@@ -93,8 +93,8 @@ def _course(before: Situation, identity: Identity, command: events.CommandReceiv
         deadline_ms = machine.next_deadline(state)
         if len(effects) > len(performed) + 1 or not performed:
             break
-        limit_ms = min(limit_ms, deadline_ms - command.at_ms) if deadline_ms is not None else limit_ms
-        event = _returned(engine, state, performed[0], command.at_ms)
+        limit_ms = min(limit_ms, deadline_ms - received.at_ms) if deadline_ms is not None else limit_ms
+        event = _returned(engine, state, performed[0], received.at_ms)
         calls += performed
     if performed or deadline_ms is not None or len(answers) != 1:
         return None
@@ -104,9 +104,9 @@ def _course(before: Situation, identity: Identity, command: events.CommandReceiv
     return Course(tuple(calls), answered, answer, changes, limit_ms * 1000, after)
 
 
-def published(effect: Publish) -> events.CommandReceived:
+def command(epoch: int, origin: int, seq: int, envelope: wire.Envelope) -> events.CommandReceived:
     """Return a command as agents get it, but for the time."""
-    return read_command(effect.epoch, effect.epoch, effect.seq, wire.encode(effect.envelope), RUN, 0)
+    return read_command(epoch, origin, seq, wire.encode(envelope), RUN, 0)
 
 
 class Follower:
@@ -152,20 +152,20 @@ class Follower:
             self._changes.append((condition, moments_us[place] // 1000))
         return moments_us[course.answered] + agent.network_us
 
-    def follow(self, command: events.CommandReceived, courses: dict[int, Course | None]) -> bool:
+    def follow(self, received: events.CommandReceived, courses: dict[int, Course | None]) -> bool:
         """Take a command that is published now, if it leads to the same as for others, and all goes well."""
-        agent, key, body = self.agent, id(self.situation), command.command
+        agent, key, body = self.agent, id(self.situation), received.command
         if isinstance(body, WeightSync) and agent.identity.replica in body.quarantine:
             return False
         if key not in courses:
-            courses[key] = _course(self.situation, agent.identity, command)
+            courses[key] = _course(self.situation, agent.identity, received)
         if (course := courses[key]) is None:
             return False
         if (arrives_us := self.draw(course, agent.clock.now)) is None:
             self.settle(begun=0)
             return False
         expected = arrives_us, agent.answer(course.answer)
-        self._follows = command, course, expected
+        self._follows = received, course, expected
         agent.run.bus.expected.append(expected)
         return True
 
@@ -176,15 +176,15 @@ class Follower:
         agent.state = _named(self.situation.state, agent.state, agent.engine.instance)
         if self._follows is None:
             return
-        command, course, expected = self._follows
-        event: events.Event = command
+        received, course, expected = self._follows
+        event: events.Event = received
         decided = bisect_right(moments_us, now_us)
         for place, at_us in enumerate(moments_us[:decided]):
             if place:
                 event = _returned(agent.engine, agent.state, course.calls[place - 1], at_us // 1000)
             agent.decide(replace(event, at_ms=at_us // 1000))
         if not decided:
-            agent.clock.at(moments_us[0] - now_us, agent.hear, agent.peer, command)
+            agent.clock.at(moments_us[0] - now_us, agent.hear, agent.peer, received)
         elif decided < len(moments_us):
             agent.await_call(course.calls[decided - 1], RETURNED, moments_us[decided] - now_us)
         self.settle(begun=decided)
@@ -205,7 +205,8 @@ def rehearsed(followers: Sequence[Follower], state: CoordinatorState, event: Coo
                 same = replace(situation.engine, version=before.version, label=before.label) == before
                 return courses if same and len(report.loaded) == len(followers) and not report.flawed else []
             if isinstance(effect, Publish):
-                course = _course(situation, followers[0].agent.identity, published(effect))
+                published = command(effect.epoch, effect.epoch, effect.seq, effect.envelope)
+                course = _course(situation, followers[0].agent.identity, published)
         if course is None:
             return []
         courses.append(course)

@@ -1,6 +1,7 @@
 """What a run cost: adds up the decisions of a simulated run, or of a recorded one, in the same way."""
 
-from typing import Literal, get_args
+from collections import Counter
+from typing import Literal
 
 from msgspec import Struct
 
@@ -68,19 +69,15 @@ class CostCounter:
             self._requests[event.ticket] = event.at_us
         for effect in effects:
             if isinstance(effect, Conclude) and isinstance(effect.report, SyncReport):
-                self._ended(effect.report, event.at_us, self._requests.pop(effect.ticket or 0, event.at_us))
+                self.add_sync(self._requests.pop(effect.ticket or 0, event.at_us), event.at_us, effect.report)
 
-    def add_sync(self, begun_us: int, ended_us: int) -> None:
-        """Add a sync in which nothing failed."""
-        self._ended_us, self._behind = ended_us, 0
-        self._times.values.append(ended_us - begun_us)
-
-    def _ended(self, report: SyncReport, at_us: int, since_us: int) -> None:
+    def add_sync(self, since_us: int, at_us: int, report: SyncReport | None = None) -> None:
+        """Add a sync that has ended; one without a report if nothing failed in it."""
         self._ended_us = at_us
         self._times.values.append(at_us - since_us)
-        aborted = report.status == "aborted"
+        aborted = report is not None and report.status == "aborted"
         self._aborted += aborted
-        self._left_out += 0 if aborted else len(report.quarantined) + len(report.unproven)
+        self._left_out += 0 if aborted or report is None else len(report.quarantined) + len(report.unproven)
         self._behind = self._behind + 1 if aborted else 0
         self._behind_sum += self._behind
 
@@ -94,10 +91,10 @@ class CostCounter:
     def finish(self) -> RunCosts:
         """Return the costs of a run with a sync that has ended."""
         length_us = self._ended_us - (self._begun_us or 0)
-        hours_of = dict.fromkeys(get_args(Condition), 0.0)
+        spent: Counter[Condition] = Counter()
         for replica in self.replicas.values():
             for condition, spent_ms in replica.up_to(length_us // 1000).items():
-                hours_of[condition] += replica.gpus * spent_ms / 3_600_000
+                spent[condition] += replica.gpus * spent_ms
         return RunCosts(
             hours=length_us / 3.6e9,
             syncs=self.syncs,
@@ -106,10 +103,10 @@ class CostCounter:
             sync_p50=self._times.percentile(50) / 1e6,
             sync_p99=self._times.percentile(99) / 1e6,
             behind=self._behind_sum / self.syncs,
-            gpu_hours=sum(hours_of.values()),
-            paused=hours_of["paused"],
-            quarantined=hours_of["quarantined"],
-            down=hours_of["down"],
+            gpu_hours=spent.total() / 3.6e6,
+            paused=spent["paused"] / 3.6e6,
+            quarantined=spent["quarantined"] / 3.6e6,
+            down=spent["down"] / 3.6e6,
         )
 
 
@@ -118,19 +115,17 @@ class _Replica:
 
     def __init__(self, state: AgentState, at_ms: int) -> None:
         self.gpus = state.identity.nnodes * state.identity.gpus_per_node
-        self.spent_ms: dict[Condition, int] = {}
+        self.spent_ms: Counter[Condition] = Counter()
         self._condition, self._since_ms = condition_of(state), at_ms
 
     def change(self, condition: Condition, at_ms: int) -> None:
         """Count the time up to now: from now on it does that."""
-        spent_ms = max(0, at_ms - self._since_ms)  # another boot of its node has another clock
-        self.spent_ms[self._condition] = self.spent_ms.get(self._condition, 0) + spent_ms
+        self.spent_ms[self._condition] += max(0, at_ms - self._since_ms)  # another boot of its node has another clock
         self._condition, self._since_ms = condition, at_ms
 
-    def up_to(self, length_ms: int) -> dict[Condition, int]:
+    def up_to(self, length_ms: int) -> Counter[Condition]:
         """Return how long it did what in a run of this length: since its last decision it goes on as it did."""
-        left_ms = max(0, length_ms - sum(self.spent_ms.values()))
-        return {**self.spent_ms, self._condition: self.spent_ms.get(self._condition, 0) + left_ms}
+        return self.spent_ms + Counter({self._condition: length_ms - self.spent_ms.total()})
 
 
 def condition_of(state: AgentState) -> Condition:

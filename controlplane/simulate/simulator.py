@@ -26,7 +26,6 @@ from schemas.commands import AdapterRequest, AdapterSync, Checkpoint, Target, We
 from schemas.errors import ConfigError
 from schemas.identity import Identity, agent_of
 from schemas.reports import SyncReport
-from workers.link.frames import read_command
 from workers.link.heartbeat import status_of
 from workers.machine import decide as machine
 from workers.machine.observe import SHOWS_NOTHING
@@ -252,7 +251,7 @@ class SimulatedAgent:
         self._beats, status = False, (self.state.seq, status_of(self.state))
         if self.peer and status != self._sent:
             self._sent = status
-            self._send(status[1], status[0])
+            self._send(bus_events.StatusReceived, seq=status[0], status=status[1])
 
     def _perform(self, effect: events.Effect) -> None:
         match effect:
@@ -260,13 +259,14 @@ class SimulatedAgent:
                 outcome = self.calls.draw(effect.call) if self.engine.ready else NO_ANSWER
                 self.await_call(effect.call, *outcome)
             case events.Answer():
-                self._send(self.answer(effect))
+                if self.peer:
+                    self.clock.at(self.network_us, self.run.bus.receive, self.answer(effect))
             case events.RequestResend():
-                self._send(wire.ResendRequest(first=effect.first, credit=64))
+                self._send(bus_events.ResendRequested, first=effect.first, credit=64)
             case events.RequestSnapshot():
-                self._send(wire.Join())
+                self._send(bus_events.JoinReceived)
             case events.Restart():
-                self._send(wire.Goodbye())
+                self._send(bus_events.PeerLost, reason="left")
                 self.alive, self._call_id = False, 0
                 self.clock.at(0, self.begin)
 
@@ -298,7 +298,7 @@ class SimulatedAgent:
             hello = wire.Hello(
                 identity=self.identity, incarnation=f"life {self._life}", journal=self.name, host="modelled", pid=1
             )
-            self._send(replace(hello, attempt=self._connections))
+            self._send(bus_events.HelloReceived, hello=replace(hello, attempt=self._connections), recorded_decisions=0)
 
     def lose_bus(self) -> None:
         """The connection breaks: the lease runs out without another one, and with a head the bus notices."""
@@ -307,15 +307,16 @@ class SimulatedAgent:
         self.clock.at(self.model.bus.lease_ms * 1000, self._end_lease, self._connections)
         if peer:
             silent_us, heads_us = self.model.bus.agent_timeout_ms * 1000, self.model.bus.head_interval_ms * 1000
-            self.clock.at(silent_us + -(self.clock.now + silent_us) % heads_us, self.run.bus.miss, peer)
+            lost = bus_events.PeerLost(at_us=0, peer=peer, reason="silent")
+            self.clock.at(silent_us + -(self.clock.now + silent_us) % heads_us, self.run.bus.receive, lost)
 
     def _end_lease(self, connections: int) -> None:
         if not self.peer and self._connections == connections:
             self.feed(events.LeaseExpired(at_ms=self.now_ms))
 
-    def _send(self, message: wire.Upward | bus_events.PeerAnswer, seq: int = 0) -> None:
+    def _send(self, message: Callable[..., bus_events.CoordinatorEvent], **fields: Any) -> None:
         if self.peer:
-            self.clock.at(self.network_us, self.run.bus.receive, self.peer, message, seq)
+            self.clock.at(self.network_us, self.run.bus.receive, message(at_us=0, peer=self.peer, **fields))
 
     def publish(self, command: events.CommandReceived, courses: dict[int, alike.Course | None]) -> None:
         """Publish a command to it."""
@@ -344,14 +345,13 @@ class SimulatedAgent:
             return
         match sent.message:
             case wire.Welcome():
-                self._send(wire.Join())
+                self._send(bus_events.JoinReceived)
             case wire.Snapshot(desired=desired):
                 now_ms, epoch = self.now_ms, sent.epoch
                 self.feed(events.SnapshotReceived(at_ms=now_ms, epoch=epoch, seq=sent.seq, desired=desired))
             case wire.Replay(records=records):
                 for record in records:
-                    body = wire.encode(record.envelope)
-                    self.hear(sent.peer, read_command(sent.epoch, record.origin, record.seq, body, alike.RUN, 0))
+                    self.hear(sent.peer, alike.command(sent.epoch, record.origin, record.seq, record.envelope))
             case wire.Rejoin():
                 self.clock.at(AGAIN_US, self._connect_again, sent.peer)
 
@@ -382,7 +382,7 @@ class SimulatedBus:
         self.alive, self._waits, self._turns, self._life = True, True, False, self._life + 1
         settings = convert(self.model.bus, bus_events.CoordinatorSettings, from_attributes=True)
         at_ns, logic = self.clock.now * 1000, coordinator.LOGIC
-        self._feed(bus_events.Opened(at_us=0, at_ns=at_ns, run=alike.RUN, settings=settings, logic=logic))
+        self.receive(bus_events.Opened(at_us=0, at_ns=at_ns, run=alike.RUN, settings=settings, logic=logic))
         for agent in self.run.agents.values() if self._life > 1 else ():
             agent.connect()
         if self._life == 1:
@@ -422,17 +422,12 @@ class SimulatedBus:
                 self._rehearsed = followers[0].situation, alike.rehearsed(followers, self.state, requested)
             ended_us = alike.pass_through(followers, self._rehearsed[1], self.clock)
         if ended_us is None:
-            self._feed(requested)
+            self.receive(requested)
         else:
             self.run.costs.add_sync(self.clock.now, ended_us)
             self.clock.at(ended_us - self.clock.now, self._plan_sync, life)
 
     # --- the machine --------------------------------------------------------------------------------------------------
-
-    def _feed(self, event: bus_events.CoordinatorEvent) -> None:
-        """Have an event decided together with all else that arrives at this moment."""
-        self._inbox.append(event)
-        self._plan_turn()
 
     def _await_expected(self) -> None:
         """Plan a turn for the last answer that comes alike. Those before it change nothing by themselves."""
@@ -467,10 +462,11 @@ class SimulatedBus:
         if deadline_us is not None and deadline_us != self._deadline_us:
             self._deadline_us = deadline_us
             self.clock.at(max(0, deadline_us - now_us), self._plan_turn)
-        joined = {name for name, member in self.state.members.items() if self._waits and member.state == "live"}
-        if self._waits and joined.issuperset(agent.name for agent in self.run.agents.values() if agent.peer):
-            self._waits = False
-            self._plan_sync(self._life)
+        if self._waits:
+            live = {name for name, member in self.state.members.items() if member.state == "live"}
+            self._waits = not live.issuperset(agent.name for agent in self.run.agents.values() if agent.peer)
+            if not self._waits:
+                self._plan_sync(self._life)
 
     def _decide(self, event: bus_events.CoordinatorEvent) -> None:
         self.state, effects = coordinator.decide(self.state, event)
@@ -484,7 +480,7 @@ class SimulatedBus:
     def _perform(self, effect: bus_events.CoordinatorEffect) -> None:
         match effect:
             case bus_events.Publish():
-                command = alike.published(effect)
+                command = alike.command(effect.epoch, effect.epoch, effect.seq, effect.envelope)
                 if isinstance(command.command, WeightSync | AdapterSync):
                     self.run.reached(self._tried, command.command.phase)
                 courses: dict[int, alike.Course | None] = {}
@@ -495,7 +491,7 @@ class SimulatedBus:
             case bus_events.Send(peer=peer) | bus_events.Ping(peer=peer):
                 agent = self.run.agents[agent_of(peer)]
                 if peer not in (agent.peer, agent.standing):
-                    self._feed(bus_events.PeerLost(at_us=0, peer=peer, reason="unreachable"))
+                    self.receive(bus_events.PeerLost(at_us=0, peer=peer, reason="unreachable"))
                 elif isinstance(effect, bus_events.Send) and agent.peer:
                     agent.send(effect)
             case bus_events.Conclude(report=SyncReport()):
@@ -504,26 +500,12 @@ class SimulatedBus:
             case bus_events.Refuse(reason=reason):
                 raise ConfigError(f"the bus refuses the sync: {reason}")
 
-    def receive(self, peer: str, message: wire.Upward | bus_events.PeerAnswer, seq: int = 0) -> None:
-        """Take a message of an agent."""
+    def receive(self, message: bus_events.CoordinatorEvent | bus_events.PeerAnswer) -> None:
+        """Have it decided, together with all else that arrives at this moment."""
         if not self.alive:
             return
-        match message:
-            case bus_events.PeerAnswer():
-                self._answers.append(message)
-                self._plan_turn()
-            case AgentStatus():
-                self._feed(bus_events.StatusReceived(at_us=0, peer=peer, seq=seq, status=message))
-            case wire.Hello():
-                self._feed(bus_events.HelloReceived(at_us=0, peer=peer, hello=message, recorded_decisions=0))
-            case wire.Join():
-                self._feed(bus_events.JoinReceived(at_us=0, peer=peer))
-            case wire.Goodbye():
-                self._feed(bus_events.PeerLost(at_us=0, peer=peer, reason="left"))
-            case wire.ResendRequest(first=first, credit=credit):
-                self._feed(bus_events.ResendRequested(at_us=0, peer=peer, first=first, credit=credit))
-
-    def miss(self, peer: str) -> None:
-        """A connection has carried nothing for too long."""
-        if self.alive:
-            self._feed(bus_events.PeerLost(at_us=0, peer=peer, reason="silent"))
+        if isinstance(message, bus_events.PeerAnswer):
+            self._answers.append(message)
+        else:
+            self._inbox.append(message)
+        self._plan_turn()
