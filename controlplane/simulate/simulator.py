@@ -22,7 +22,7 @@ from controlplane.simulate.modelled_engine import ModelledEngine, launched
 from controlplane.simulate.virtual_clock import VirtualClock
 from schemas import events, wire
 from schemas.agent_status import AgentStatus
-from schemas.commands import AdapterRequest, AdapterSync, Checkpoint, Target, WeightSync
+from schemas.commands import AdapterRequest, AdapterSync, Checkpoint, WeightSync
 from schemas.errors import ConfigError
 from schemas.identity import Identity, agent_of
 from schemas.reports import SyncReport
@@ -62,7 +62,8 @@ class Simulation:
         self.bus.open()
         for agent in self.agents.values():
             agent.begin()
-            agent.plan_failures()
+            for what, act in (("agent", agent.die), ("cut", agent.be_cut_off), ("engine", agent.lose_engine)):
+                self.fail(agent.name, what, act)
         while self.costs.syncs < self.model.steps:
             self.clock.step()
             if self.clock.now > WEEK_US * (self.costs.syncs + 1):
@@ -162,10 +163,6 @@ class SimulatedAgent:
         self.feed(events.Started(at_ms=self.now_ms, identity=self.identity, incarnation=f"life {self._life}"))
         self._look()
         self.connect()
-
-    def plan_failures(self) -> None:
-        for what, act in (("agent", self.die), ("cut", self.be_cut_off), ("engine", self.lose_engine)):
-            self.run.fail(self.name, what, act)
 
     def die(self, lasts: Duration) -> None:
         """The call in flight is carried out all the same, or not."""
@@ -411,7 +408,6 @@ class SimulatedBus:
             manifest=None,
             in_flight=policy.in_flight,
             quorum=quorum if isinstance(quorum, int) else None,
-            target=Target(),
             timeout_ms=round(policy.timeout * 1000),
             on_unreachable=policy.absent,
             adapter=AdapterRequest(name="policy", keep=policy.keep) if policy.sync == "adapter" else None,
@@ -453,26 +449,25 @@ class SimulatedBus:
             self._answers.append(self.expected.pop()[1])
         answered = [bus_events.AnswersReceived(at_us=0, answers=tuple(self._answers))] if self._answers else []
         batch, self._inbox, self._answers = [*answered, *self._inbox], [], []
-        for event in batch:
-            self._decide(replace(event, at_us=now_us))
         deadline_us = coordinator.next_deadline(self.state)
         if deadline_us is not None and now_us >= deadline_us:
-            self._decide(bus_events.TimerFired(at_us=now_us))
-            deadline_us = coordinator.next_deadline(self.state)
+            batch.append(bus_events.TimerFired(at_us=0))
+        for event in batch:
+            timed = replace(event, at_us=now_us)
+            self.state, effects = coordinator.decide(self.state, timed)
+            self.run.costs.decided_by_bus(timed, effects)
+            for effect in effects:
+                self._perform(effect)
+        deadline_us = coordinator.next_deadline(self.state)
         if deadline_us is not None and deadline_us != self._deadline_us:
             self._deadline_us = deadline_us
             self.clock.at(max(0, deadline_us - now_us), self._plan_turn)
-        if self._waits:
-            live = {name for name, member in self.state.members.items() if member.state == "live"}
-            self._waits = not live.issuperset(agent.name for agent in self.run.agents.values() if agent.peer)
-            if not self._waits:
-                self._plan_sync(self._life)
+        if self._waits and all(self._is_live(agent.name) for agent in self.run.agents.values() if agent.peer):
+            self._waits = False
+            self._plan_sync(self._life)
 
-    def _decide(self, event: bus_events.CoordinatorEvent) -> None:
-        self.state, effects = coordinator.decide(self.state, event)
-        self.run.costs.decided_by_bus(event, effects)
-        for effect in effects:
-            self._perform(effect)
+    def _is_live(self, name: str) -> bool:
+        return name in self.state.members and self.state.members[name].state == "live"
 
     def _plan_sync(self, life: int) -> None:
         self.run.after(self.model.step, "", "step", self._sync, life)
