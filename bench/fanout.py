@@ -153,9 +153,14 @@ def cell(row: Row) -> str:
     return f"{row['p50_us']:,.0f} µs" if row["system"] == "pyzmq" else f"{row.get('x_pyzmq', 0):.2f}"
 
 
+def in_order(rows: list[Row]) -> list[Row]:
+    """Return rows by system, in the order of `NAMES`."""
+    return sorted(rows, key=lambda row: [*NAMES].index(row["system"]))
+
+
 def table(rows: list[Row]) -> str:
     """Return a line for each system and a column for each number of agents."""
-    return tables.pivot(sorted(rows, key=lambda row: [*NAMES].index(row["system"])), name, "{agents}", cell, "agents")
+    return tables.pivot(in_order(rows), name, "{agents}", cell, "agents")
 
 
 def main() -> None:

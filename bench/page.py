@@ -191,10 +191,8 @@ def machine(_: Results) -> str:
 
 def readme(results: Results) -> str:
     """The table in README.md."""
-    shown = [
-        row for row in results["fanout"] if row["system"] in ("rolloutctl-skip", "rolloutctl", "http", "ray", "pyzmq")
-    ]
-    return pivot(shown, "{agents}", fanout.name, fanout.cell, "agents")
+    shown = [row for row in results["fanout"] if row["system"] != "rolloutctl-keys"]
+    return pivot(fanout.in_order(shown), "{agents}", fanout.name, fanout.cell, "agents")
 
 
 def readme_agent(results: Results) -> str:

@@ -5,13 +5,14 @@ trainer's loop, and its heartbeats go on whatever the trainer does. Every method
 microseconds and returns a `Ticket`: a trainer without an event loop calls `.wait()`, an async one awaits it.
 """
 
+import html
 import os
 import threading
 from collections import deque
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Final, Self
+from typing import Self
 
 from anyio import CancelScope, to_thread
 
@@ -39,8 +40,7 @@ from schemas.commands import (
     durable_source,
 )
 from schemas.config import BusConfig, milliseconds, within_bounds
-from schemas.errors import BusAddressError, BusClosed, BusFaulted, ConfigError
-from schemas.formatting import escape_html
+from schemas.errors import BusAddressError, BusClosed, ConfigError
 from schemas.identity import TIME_MAX_MS, Identity, InFlight
 from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig
@@ -56,8 +56,6 @@ from schemas.transport.sockets import Context
 
 logger = logger_of("plane")
 
-STATUS_MS: Final = 5_000
-"""Longest time that `status` waits for a bus before it looks whether its log hangs."""
 StrPath = str | os.PathLike[str]
 
 
@@ -112,7 +110,6 @@ class ControlPlane(EngineCommands):
         self._checkpoints, self._insecure, self._context = Path(checkpoints), insecure, context
         folder = keys or os.environ.get(KEYS_VARIABLE)
         self._keys = KeyFolder(Path(folder)) if folder else None
-        self._begun: Step | None = None
         self._samples, self._step = SampleCounts(), 0
         self._digested: dict[str, dict[str, bytes]] = {}  # tensors of the newest checkpoints, by their content
         self._senders: list[threading.Thread] = []
@@ -245,15 +242,7 @@ class ControlPlane(EngineCommands):
         Raises:
             BusClosed: The bus has ended.
         """
-        bus = self.bus
-        if held_up := bus.status_if_held_up():
-            return held_up
-        try:
-            return bus.run_soon(partial(_status, bus), STATUS_MS).wait()
-        except BusFaulted:  # the disk began to hang meanwhile
-            if held_up := bus.status_if_held_up():
-                return held_up
-            raise
+        return self.bus.status()
 
     def serving(self) -> dict[int, int]:
         """Return the replicas that serve at this moment, each with the version that it is proven to serve.
@@ -364,7 +353,7 @@ class ControlPlane(EngineCommands):
     def _repr_html_(self) -> str:
         """What a notebook shows: the fleet at this moment."""
         if self._opened is None:
-            return f"<pre>{escape_html(str(self._closed()))}</pre>"
+            return f"<pre>{html.escape(str(self._closed()), quote=False)}</pre>"
         return self.status()._repr_html_()
 
     @property
@@ -563,37 +552,10 @@ class ControlPlane(EngineCommands):
     def step(self, global_step: int) -> Step:
         """Return the context of one training step: `with` or `async with plane.step(n):` around its work.
 
+        A trainer whose steps are callbacks enters it with a `contextlib.ExitStack`.
         Opens and closes profiling sessions as configured. Never raises for profiling that failed: a warning is logged,
         and the report is in `profile_reports`.
         """
         self._record_samples()
         self._step = max(0, global_step)
         return Step(self._profiling, global_step)
-
-    def begin_step(self, global_step: int) -> None:
-        """Begin a training step, for a trainer whose steps are callbacks. Waits as `with plane.step(n):` does.
-
-        Raises:
-            ConfigError: The step before it has not ended.
-        """
-        if self._begun is not None:
-            begun = self._begun.number
-            raise ConfigError(f"begin_step({global_step}): step {begun} has not ended. Call `end_step` at its end")
-        step = self.step(global_step)
-        step.begin()
-        self._begun = step
-
-    def end_step(self) -> None:
-        """End the step that `begin_step` began, and wait for its reports.
-
-        Raises:
-            ConfigError: No step has begun.
-        """
-        if self._begun is None:
-            raise ConfigError("end_step: no step has begun. Call `begin_step` at its beginning")
-        step, self._begun = self._begun, None
-        step.end()
-
-
-async def _status(bus: Bus) -> FleetStatus:
-    return bus.status()

@@ -156,27 +156,19 @@ class Step:
     def __init__(self, profiling: Profiling, global_step: int) -> None:
         if global_step < 0:
             raise ConfigError(f"global_step {global_step}: steps are counted from 0")
-        self._profiling, self.number = profiling, global_step
-
-    def begin(self) -> None:
-        """Publish what comes before the step, and wait for it."""
-        self._wait(self._profiling.begin_step(self.number))
-
-    def end(self) -> None:
-        """Publish what comes after the step, and wait for it."""
-        self._wait(self._profiling.end_step(self.number))
+        self._profiling, self._number = profiling, global_step
 
     def __enter__(self) -> None:
-        self.begin()
+        self._wait(self._profiling.begin_step(self._number))
 
     def __exit__(self, *_: object) -> None:
-        self.end()
+        self._wait(self._profiling.end_step(self._number))
 
     async def __aenter__(self) -> None:
-        await self._wait_async(self._profiling.begin_step(self.number))
+        await self._wait_async(self._profiling.begin_step(self._number))
 
     async def __aexit__(self, *_: object) -> None:
-        await self._wait_async(self._profiling.end_step(self.number))
+        await self._wait_async(self._profiling.end_step(self._number))
 
     def _wait(self, tickets: list[Ticket[Report]]) -> None:
         for ticket in tickets:  # grows: a stop is followed by a collect

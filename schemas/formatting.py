@@ -3,6 +3,7 @@
 Reports print by `Printable`: plain lines, colour in a terminal that rich writes to, HTML in a notebook.
 """
 
+import html
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -286,7 +287,7 @@ class Printable(Struct, frozen=True):
         return "\n".join(f"[red]{text}[/red]" if trouble else text for text, trouble in lines)
 
     def _repr_html_(self) -> str:
-        lines = [(escape_html(line.text), line.trouble) for line in _shorten(self.lines())]
+        lines = [(html.escape(line.text, quote=False), line.trouble) for line in _shorten(self.lines())]
         marked = [f'<span style="color:#b00020">{text}</span>' if trouble else text for text, trouble in lines]
         return "<pre>" + "\n".join(marked) + "</pre>"
 
@@ -303,8 +304,3 @@ def _shorten(lines: list[Line]) -> list[Line]:
 
 def _cut(text: str) -> str:
     return text if len(text) <= MAX_WIDTH else f"{text[:MAX_WIDTH]} …"
-
-
-def escape_html(text: str) -> str:
-    """Return text that a page shows as it is."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

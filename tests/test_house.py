@@ -41,7 +41,7 @@ READERS = ("schemas/profiler/readers.py",)
 """What a constructor of a pure module may import inside a function: it builds the value from a file."""
 PURE_MAY_IMPORT = {
     *("abc", "base64", "binascii", "bisect", "collections", "collections.abc", "contextlib", "copy", "dataclasses"),
-    *("difflib", "enum", "functools", "hashlib", "heapq", "itertools", "msgspec", "msgspec.inspect"),
+    *("difflib", "enum", "functools", "hashlib", "heapq", "html", "itertools", "msgspec", "msgspec.inspect"),
     *("array", "msgspec.json", "msgspec.msgpack", "msgspec.structs", "operator", "re", "string", "struct", "textwrap"),
     *("tomllib", "types", "typing", "zlib"),
 }

@@ -66,9 +66,9 @@ def demo(out: Path | None, steps: int, seed: int, fault: Literal["kill-agent"] |
     fleet = f"{REPLICAS} engines of {NODES} nodes each, {REPLICAS * NODES} agents and one trainer"
     screen.print(f"{fleet}, in {_shown(out)}", soft_wrap=True)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of torch's profiler, which writes to the terminal by itself
-    with screen.status("importing torch"):
-        from controlplane.cli.demo_training import Training
-        from workers.profilers import TrainingRank
+    from controlplane.cli.demo_training import Training
+    from workers.profilers import TrainingRank
+
     for variable in (KEYS_VARIABLE, KEY_FILE_VARIABLE, KEY_VARIABLE):
         os.environ.pop(variable, None)  # the demo's bus is on loopback and has no keys
     state = out / "state"

@@ -7,13 +7,11 @@ from this model, so the reward rises only if the engines really get the new weig
 """
 
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from controlplane.cli.tables import Screen
 from controlplane.plane import ControlPlane
@@ -58,30 +56,22 @@ class Training:
         Returns:
             The mean reward of each step.
         """
-        with screen.status(f"starting {self._agents - 1} agents"):
-            self._wait_for_agents()
+        screen.print(f"starting {self._agents - 1} agents")
+        self._wait_for_agents()
         rewards: list[float] = []
-        with _progress(screen) as progress:
-            bar = progress.add_task("steps", total=steps, reward=0.0, version=0, note="")
-            self._sync().raise_for_failures()
+        self._sync().raise_for_failures()
+        self._prove()
+        for step in range(steps):
+            rewards.append(self._step(step))
+            if kill is not None and step == steps // 2:
+                kill()
+                screen.print(f"agent 1.0 was killed: {self._sync().headline}", soft_wrap=True)
+                self._wait_for_agents()
+                screen.print("agent 1.0 is back, ready again with the newest weights")
+            else:
+                self._sync().raise_for_failures()
             self._prove()
-            for step in range(steps):
-                rewards.append(self._step(step))
-                progress.update(bar, reward=rewards[-1], version=self._version + 1, note="")
-                if kill is not None and step == steps // 2:
-                    progress.update(bar, note="agent 1.0 killed")
-                    kill()
-                    screen.print(f"agent 1.0 was killed: {self._sync().headline}", soft_wrap=True)
-                    self._wait_for_agents()
-                    screen.print("agent 1.0 is back, ready again with the newest weights")
-                    progress.update(bar, note="")
-                else:
-                    self._sync().raise_for_failures()
-                self._prove()
-                progress.advance(bar)
-                if not screen.live:
-                    line = f"step {step + 1:>4} of {steps}  reward {rewards[-1]:.2f}  weights v{self._version}"
-                    screen.print(line)
+            screen.print(f"step {step + 1:>4} of {steps}  reward {rewards[-1]:.2f}  weights v{self._version}")
         screen.print(f"after each of {steps + 1} syncs, both engines held the trainer's weights, byte for byte")
         return rewards
 
@@ -143,19 +133,3 @@ class Training:
                     f"the engine at {engine.address} holds version {held.version} ({str(held.digest)[:16]}), "
                     f"the trainer's is version {self._version} ({expected[:16]})"
                 )
-
-
-def _progress(screen: Screen) -> Progress:
-    """A bar over the training steps, with the reward beside it."""
-    return Progress(
-        "[bold]training[/bold]",
-        BarColumn(bar_width=28),
-        MofNCompleteColumn(),
-        "reward {task.fields[reward]:.2f}",
-        "weights v{task.fields[version]}",
-        "[yellow]{task.fields[note]}[/yellow]",
-        TimeElapsedColumn(),
-        console=screen,
-        disable=not screen.live,
-        redirect_stderr=sys.stderr.isatty(),
-    )

@@ -1,35 +1,25 @@
-"""What commands print on: tables of the fleet, and of an engine server."""
+"""What commands print on, and the table of the fleet."""
 
 from collections.abc import Iterable
 from io import StringIO
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from schemas.formatting import markup
-from schemas.identity import Operation
 from schemas.reports import AgentLine, FleetStatus
-
-if TYPE_CHECKING:
-    from workers.engines.probe import Probed
-
 
 COLUMNS_MAX: Final = 10_000
 """Width of a line in a file or a pipe."""
 
 
 class Screen(Console):
-    """Where a command prints: stdout, a terminal or a file.
-
-    Attributes:
-        live: A terminal in which what is printed can be replaced, as a progress bar is.
-    """
+    """Where a command prints: stdout, a terminal or a file."""
 
     def __init__(self) -> None:
         super().__init__(highlight=False)
-        self.live = self.is_terminal and not self.is_dumb_terminal
 
     def show(self, table: Table) -> None:
         """Print a table; into a file or a pipe as plain columns, one line for each row, with nothing cut or folded."""
@@ -74,33 +64,3 @@ def fleet_table(fleet: FleetStatus) -> Table:
 def _condition(agent: AgentLine) -> str:
     text = markup(f"{agent.condition}{agent.in_flight}")
     return f"[red]{text}[/red]" if agent.in_trouble else text
-
-
-def probe_table(probed: "Probed") -> Table:
-    """Return an engine server's properties, then each operation: supported, or why not."""
-    table = Table(show_header=False, box=SIMPLE_HEAD, pad_edge=False)
-    properties = {
-        "url": probed.url,
-        "kind": probed.kind,
-        "version": probed.version,
-        "tokenizer": probed.tokenizer,
-        "node rank": f"{probed.node_rank} of {probed.nnodes}" if probed.node_rank is not None else None,
-        "GPUs": probed.world,
-        "model": probed.model,
-        "weights": probed.weights,
-        "instance": probed.instance,
-    }
-    for name, value in properties.items():
-        if value is not None:
-            table.add_row(name, markup(str(value)))
-    if probed.has or probed.lacks:
-        table.add_section()
-    for operation in Operation:
-        if operation in probed.has:
-            table.add_row(operation, "[green]yes[/green]")
-        elif operation in probed.lacks:
-            table.add_row(operation, f"[yellow]no: {markup(probed.lacks[operation])}[/yellow]")
-    if probed.note:
-        table.add_section()
-        table.add_row("", markup(probed.note))
-    return table

@@ -1,9 +1,8 @@
 """Draws what the bus and its agents did as events of a timeline, in the order of the log. Pure.
 
-The bus is one process: its commands from issue to conclusion, weight syncs with their phases, profiling sessions,
-answers. Each agent is one process: its commands from receipt to answer, its engine calls, and when the engine was
-paused, asleep or profiled, and which weights it held. An arrow leads from the issue of each command to each agent's
-decision about it.
+The bus is one process: its commands from issue to conclusion, weight syncs with their phases, answers. Each agent is
+one process: its commands from receipt to answer, its engine calls, and when the engine was paused, asleep or profiled,
+and which weights it held. An arrow leads from the issue of each command to each agent's decision about it.
 
 An agent's decisions are known to the millisecond, so one may seem to precede its cause. It is moved within that
 millisecond: no decision is drawn before the one that precedes it, and no receipt before its issue.
@@ -12,15 +11,13 @@ millisecond: no decision is drawn before the one that precedes it, and no receip
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from msgspec import Struct
-
 from controlplane.analysis.log_lines import format_agent_effect, format_agent_event, format_bus_event
 from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
 from controlplane.timeline.survey import BusRecord, LogSurvey, decode_entries
 from controlplane.timeline.tracks import CATEGORY, SHORTEST_NS, OpenSlice, ProcessTracks, TraceEvent
 from schemas import events
-from schemas.commands import AdapterSync, ProfileCommand, WeightSync, sync_key
+from schemas.commands import AdapterSync, WeightSync, sync_key
 from schemas.formatting import describe, kind_and_reason
 from schemas.identity import ROLLOUT, Identity, agent_of, identity_of
 from schemas.outcomes import Acted, Conclusion, Failed
@@ -28,19 +25,6 @@ from schemas.reports import Report, SyncReport
 from schemas.wire import decode_command
 
 Events = Iterator[TraceEvent]
-
-
-class ProfiledSpan(Struct):
-    """A profiling session as the bus commanded it; `replicas` is None for all."""
-
-    step: int
-    replicas: frozenset[int] | None
-    slice: OpenSlice
-    stop_seq: int | None = None
-
-    def overlaps(self, replicas: frozenset[int] | None) -> bool:
-        """Whether a replica belongs to both."""
-        return self.replicas is None or replicas is None or not self.replicas.isdisjoint(replicas)
 
 
 class BusTracks:
@@ -59,7 +43,6 @@ class BusTracks:
         self._open: dict[int, OpenSlice] = {}
         self._syncs: dict[str, tuple[int, OpenSlice]] = {}  # with their versions, by adapter; of base weights under ""
         self._samples: set[str] = set()  # counters
-        self._sessions: list[ProfiledSpan] = []
 
     def draw(
         self, event: bus_events.CoordinatorEvent, effects: tuple[bus_events.CoordinatorEffect, ...], at_ns: int
@@ -85,7 +68,6 @@ class BusTracks:
             yield from self._close(seq, at_ns, unfinished=True)
         for adapter in list(self._syncs):
             yield from self._end_sync(adapter, at_ns, unfinished=True)
-        yield from self._end_sessions(self._sessions, at_ns, unfinished=True)
 
     def arrow(self, seq: int, decided: TraceEvent) -> Events:
         """Draw an arrow from the issue of a command to a decision about it."""
@@ -146,8 +128,6 @@ class BusTracks:
                 yield from self._end_sync(adapter, at_ns, unfinished=True)
                 self._syncs[adapter] = version, OpenSlice(self._process, thread, f"sync to v{version}", at_ns)
             inside = self._syncs[adapter][1]
-        if isinstance(command, ProfileCommand):
-            yield from self._profile(seq, command, replicas, at_ns)
         args: dict[str, object] = {"kind": "command", "seq": seq, "epoch": effect.epoch}
         if replicas is not None:
             args["replicas"] = sorted(replicas, key=str)
@@ -165,24 +145,6 @@ class BusTracks:
         yield from self._close(
             report.seq, at_ns, **{outcome.agent: _short(outcome.conclusion) for outcome in report.outcomes}
         )
-        yield from self._end_sessions([span for span in self._sessions if span.stop_seq == report.seq], at_ns)
-
-    def _profile(self, seq: int, command: ProfileCommand, replicas: frozenset[int] | None, at_ns: int) -> Events:
-        """Open or stop sessions. A start for another step ends what its replicas have open."""
-        overlapping = [span for span in self._sessions if span.stop_seq is None and span.overlaps(replicas)]
-        same_step = [span for span in overlapping if span.step == command.step]
-        if command.action == "stop":
-            for span in same_step:
-                span.stop_seq = seq
-        elif command.action == "start" and not same_step:
-            yield from self._end_sessions(overlapping, at_ns, unfinished=True)
-            opened = OpenSlice(self._process, "profiling", f"profile step {command.step}", at_ns)
-            self._sessions.append(ProfiledSpan(command.step, replicas, opened))
-
-    def _end_sessions(self, ended: list[ProfiledSpan], at_ns: int, **args: object) -> Events:
-        self._sessions = [span for span in self._sessions if span not in ended]
-        for span in ended:
-            yield span.slice.end(at_ns, **args)
 
     def _close(self, seq: int, at_ns: int, **args: object) -> Events:
         opened = self._open.pop(seq, None)
@@ -343,10 +305,7 @@ def fleet_events(survey: LogSurvey, processes: Mapping[str, ProcessTracks], entr
             agents[name] = AgentTracks(processes[name], identity_of(name), bus)
         at_ns = survey.moment_ns(peer, event.at_ms)
         if isinstance(event, events.CommandReceived):
-            issued_ns = bus.issued_ns.get(event.seq, at_ns)
-            clock = survey.clock(peer)
-            clock.early_ns = max(clock.early_ns, issued_ns - at_ns)
-            at_ns = max(at_ns, issued_ns)
+            at_ns = max(at_ns, bus.issued_ns.get(event.seq, at_ns))
         yield from agents[name].draw(peer, event, record.effects, at_ns)
     yield from bus.end(survey.last_ns)
     for track in agents.values():

@@ -18,9 +18,8 @@ from msgspec import Struct, json, structs
 
 from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
-from controlplane.timeline.alignment import MS, AgentClock
 from controlplane.timeline.fleet_tracks import fleet_events
-from controlplane.timeline.survey import LogSurvey
+from controlplane.timeline.survey import MS, AgentClock, LogSurvey
 from controlplane.timeline.torch_traces import FoundTrace, JsonEvent, Numbers, TorchTrace, find_trace, is_torch_trace
 from controlplane.timeline.tracks import ProcessTracks, TraceEvent
 from schemas.errors import ConfigError, LogError
@@ -46,7 +45,7 @@ class ClockLine(Struct, frozen=True, kw_only=True):
     Attributes:
         offset_ns: From its node's wall clock to the bus's, at the end of the log. None if it was never measured: the
             agent's events are then placed by when the bus heard of them, and its node's traces keep their own times.
-        error_ns: Bound of the error, there and where its traces begin; None with `offset_ns`.
+        error_ns: Bound of the error at that moment; None with `offset_ns`.
     """
 
     agent: str
@@ -127,7 +126,7 @@ class TimelineDraft:
 
     def __init__(self, run: str, survey: LogSurvey) -> None:
         self.control_events = self.traced_events = 0
-        self.clocks = tuple(_clock_line(clock, [survey.last_ns]) for clock in survey.clocks.values())
+        self.clocks = tuple(_clock_line(clock, survey.last_ns) for clock in survey.clocks.values())
         self.warnings: list[str] = []
         self._run, self.survey = run, survey
         self._zero_ns = survey.begins_ns
@@ -153,10 +152,6 @@ class TimelineDraft:
                 files.append(found)
             else:
                 self.warnings.append(f"left out: trace {found}")
-        moments = {peer: [self.survey.last_ns] for peer in self.survey.clocks}
-        for file in files:
-            moments[file.reported.peer].append(self._begin_ns(file))
-        self.clocks = tuple(_clock_line(self.survey.clock(peer), at_ns) for peer, at_ns in moments.items())
         return files
 
     def head(self) -> bytes:
@@ -174,13 +169,6 @@ class TimelineDraft:
         for event in fleet_events(self.survey, processes, entries):
             self.control_events += 1
             yield event
-        for peer, clock in self.survey.clocks.items():
-            allowed_ns = (clock.max_error_ns or 0) + MS  # agents' moments are whole milliseconds
-            if clock.early_ns > allowed_ns:
-                self.warnings.append(
-                    f"agent {peer}: commands seem to be received up to {clock.early_ns / MS:.3f} ms before they were "
-                    f"issued, but its clock error is at most {allowed_ns / MS:.3f} ms; a clock was set, or is wrong"
-                )
 
     def trace_events(self, files: Sequence[FoundTrace], say: Callable[[str], object]) -> Iterator[JsonEvent]:
         """Yield what engines and training ranks recorded."""
@@ -188,18 +176,15 @@ class TimelineDraft:
         for file in files:
             say(f"reading {file.path}")
             name = agent_of(file.reported.peer)
-            wall = self.survey.clock(file.reported.peer).wall(self._begin_ns(file))
-            shift_ns = file.base_ns + wall.offset_ns - self._zero_ns
+            wall = self._wall(file)
+            shift_ns = file.base_ns + (wall[0] if wall is not None else 0) - self._zero_ns
             trace = TorchTrace(file, self._owner(name, file), shift_ns, self._position[name] * SORTS + 1, numbers)
             yield from trace.events()
             self.traced_events += trace.count
-            self.warnings += self._trace_warnings(file, trace)
+            self.warnings += [] if wall else [f"{file.path}: on its node's own clock, whose offset is unknown"]
+            self.warnings += self._trace_warnings(file.path, trace)
 
-    def _trace_warnings(self, file: FoundTrace, trace: TorchTrace) -> Iterator[str]:
-        clock, path = self.survey.clock(file.reported.peer), file.path
-        begin, end = clock.wall(self._begin_ns(file)), clock.wall(self._zero_ns + trace.last_ns)
-        if begin.error_ns is None:
-            yield f"{path}: on its node's own clock, whose offset is unknown"
+    def _trace_warnings(self, path: Path, trace: TorchTrace) -> Iterator[str]:
         if trace.fault is not None:
             yield f"cut off: {path} can't be read after {trace.count} events: {trace.fault}"
         elif not trace.count and not trace.malformed:
@@ -209,19 +194,14 @@ class TimelineDraft:
         if trace.before:
             what = f"{trace.before} of {trace.count} events lie before the run began, where Perfetto draws nothing"
             yield f"{path}: {what}; is its node's clock right?"
-        moved_ns, allowed_ns = end.offset_ns - begin.offset_ns, (end.error_ns or 0) + (begin.error_ns or 0)
-        if abs(moved_ns) > allowed_ns:
-            yield (
-                f"{path}: its node's clock moved by {moved_ns / MS:+.3f} ms against the bus's during the trace, "
-                "which is placed by its beginning"
-            )
 
-    def _begin_ns(self, file: FoundTrace) -> int:
-        """When a trace begins, on the bus's clock: at the latest when it was reported."""
-        reported_ns = file.reported.reported_ns
-        if file.first_ns is None:
-            return reported_ns
-        return min(reported_ns, file.first_ns + self.survey.clock(file.reported.peer).wall(reported_ns).offset_ns)
+    def _wall(self, file: FoundTrace) -> tuple[int, int] | None:
+        """The clock of a trace's node when it begins, which is at the latest when it was reported."""
+        clock, reported_ns = self.survey.clock(file.reported.peer), file.reported.reported_ns
+        wall = clock.wall(reported_ns)
+        if wall is None or file.first_ns is None:
+            return wall
+        return clock.wall(min(reported_ns, file.first_ns + wall[0]))
 
     def _title(self, name: str) -> str:
         """Name of an agent's process, with its newest clock so that a viewer sees how exact the times are."""
@@ -245,16 +225,15 @@ class TimelineDraft:
         return f"{owner} rank {rank}"
 
 
-def _clock_line(clock: AgentClock, moments_ns: Sequence[int]) -> ClockLine:
-    """Summarize a clock at moments of the bus's clock: the end of the log, then where traces begin."""
-    walls = [clock.wall(at_ns) for at_ns in moments_ns]
-    known = walls[0].error_ns is not None
+def _clock_line(clock: AgentClock, end_ns: int) -> ClockLine:
+    """Summarize a clock at the end of the log."""
+    offset_ns, error_ns = clock.wall(end_ns) or (None, None)
     return ClockLine(
         agent=clock.agent,
         incarnation=clock.incarnation,
-        offset_ns=walls[0].offset_ns if known else None,
-        error_ns=max(wall.error_ns or 0 for wall in walls) if known else None,
-        estimates=clock.estimates,
+        offset_ns=offset_ns,
+        error_ns=error_ns,
+        estimates=len(clock.measured),
     )
 
 

@@ -1,16 +1,23 @@
 """The first pass over a log: its clocks, its agents and the traces that they reported. Pure."""
 
+from bisect import bisect
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Final, NamedTuple
 
 from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
-from controlplane.timeline.alignment import MS, AgentClock
+from schemas.agent_status import Clock
 from schemas.errors import LogCorrupt
 from schemas.events import Answer, Effect, Event, Started
 from schemas.identity import Identity, agent_of, process_of
 from schemas.outcomes import Acted, Outcome, Trace
+
+MS: Final = 1_000_000
+"""Nanoseconds in a millisecond."""
+DRIFT_NS: Final = 15
+"""By how much two clocks drift apart in a millisecond, as NTP assumes (RFC 5905, PHI)."""
 
 
 class BusRecord(NamedTuple):
@@ -44,6 +51,52 @@ class ReportedTrace(NamedTuple):
     trace: Trace
     reported_ns: int
     paths: tuple[str, ...]
+
+
+class AgentClock:
+    """The clocks of one incarnation of an agent, as its heartbeats have them.
+
+    One that ended before it could measure them is placed by when the bus received its records, which is up to some
+    hundred milliseconds late.
+    """
+
+    def __init__(self, peer: str) -> None:
+        self.agent, _, self.incarnation = peer.partition("/")
+        self.measured: list[Clock] = []
+        self._most_ns: int | None = None  # of what the monotonic clock lacks to the bus's, by the records
+
+    def add(self, clock: Clock) -> None:
+        """Add a measurement. One that was reported before is ignored."""
+        if not self.measured or clock.at_ms > self.measured[-1].at_ms:
+            self.measured.append(clock)
+
+    def happened_before(self, bus_ns: int, at_ms: int) -> None:
+        """Note that what the agent did in its millisecond `at_ms` happened before `bus_ns`."""
+        most = bus_ns - at_ms * MS
+        self._most_ns = most if self._most_ns is None else min(self._most_ns, most)
+
+    def bus_ns(self, at_ms: int) -> int:
+        """Map a moment of the monotonic clock to the bus's clock."""
+        return self._near(at_ms)[0].bus_ns(at_ms) if self.measured else at_ms * MS + (self._most_ns or 0)
+
+    def wall(self, bus_ns: int) -> tuple[int, int] | None:
+        """Return what to add to the node's wall clock to get the bus's, and a bound of the error; None if unknown.
+
+        Args:
+            bus_ns: The moment, on the bus's clock.
+        """
+        if not self.measured:
+            return None
+        first = self.measured[0]
+        clock, error_ns = self._near(first.at_ms + (bus_ns - first.bus_ns(first.at_ms)) // MS)
+        return clock.offset_ns, error_ns
+
+    def _near(self, at_ms: int) -> tuple[Clock, int]:
+        """Of the measurements before and after a moment the one that is more exact there, and its error."""
+        at = bisect(self.measured, at_ms, key=lambda clock: clock.at_ms)
+        around = self.measured[max(0, at - 1) : at + 1]
+        grown = ((clock, clock.error_ns + DRIFT_NS * abs(at_ms - clock.at_ms)) for clock in around)
+        return min(grown, key=itemgetter(1))
 
 
 def decode_entries(
@@ -107,7 +160,7 @@ class LogSurvey:
 
     def moment_ns(self, peer: str, at_ms: int) -> int:
         """Map a moment of an agent's monotonic clock to the bus's clock."""
-        return at_ms * MS + self.clock(peer).monotonic(at_ms).offset_ns
+        return self.clock(peer).bus_ns(at_ms)
 
     def _until_damage(self, entries: Iterable[LogEntry]) -> Iterator[LogEntry]:
         try:

@@ -5,8 +5,8 @@ Unix epoch without that field, which may stand before or after the events. A fil
 its digest, for its base and rank, and for its events, one at a time. Memory does not grow with the file.
 
 A trace has several processes: Python, each GPU, the profiler itself. All of a rank's traces become one process here,
-with a thread for each of theirs; what has no events gets no name, and so no track. Process, thread and arrow numbers
-are unique within a trace only, so each gets a new number.
+with threads for each trace; what has no events gets no name, and so no track. Process, thread and arrow numbers are
+unique within a trace only, so each gets a new number.
 """
 
 import gzip
@@ -39,7 +39,6 @@ FIELD_BYTES: Final = 4_096
 _BASE: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,20})\s*[,}]')
 _FIRST: Final = re.compile(rb'"ph"\s*:\s*"X".{0,%d}?"ts"\s*:\s*"?(\d{1,20}(?:\.\d{1,9})?)' % FIELD_BYTES, re.DOTALL)
 _RANK: Final = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,9})')
-_STACKS: Final = b'"python_function"'
 _NOT_FINITE: Final = re.compile(rb'((?<!\\)"\s*:\s*)-?(?:NaN|nan|Infinity|inf)(?=\s*[,}])')
 """A value that JSON does not have, directly after a key, so never inside a string. Python and C both write those."""
 _NOT_FINITE_WORDS: Final = tuple(w + end for w in (b"NaN", b"nan", b"ity", b"inf") for end in (b",", b"}", b" ", b"\n"))
@@ -65,7 +64,6 @@ class FoundTrace(NamedTuple):
     base_ns: int
     first_ns: int | None
     rank: int | None
-    stacks: bool
 
 
 def is_torch_trace(path: str) -> bool:
@@ -109,7 +107,7 @@ def _mismatch(file: Path, reported: ReportedTrace) -> str | None:
 
 def _scan(path: Path, reported: ReportedTrace) -> FoundTrace:
     """Read what must be known before the events."""
-    base_ns, first_us, rank, stacks, tail = 0, None, None, False, b""
+    base_ns, first_us, rank, tail = 0, None, None, b""
     with _open(path) as stream:
         while piece := stream.read(READ_BYTES):
             text = tail + piece
@@ -119,10 +117,9 @@ def _scan(path: Path, reported: ReportedTrace) -> FoundTrace:
                 base_ns = int(match.group(1))
             if rank is None and (match := _RANK.search(text)):
                 rank = int(match.group(1))
-            stacks = stacks or _STACKS in text
             tail = text[-FIELD_BYTES:]
     first_ns = None if first_us is None else base_ns + int(first_us * 1000)
-    return FoundTrace(path, reported, base_ns, first_ns, rank, stacks)
+    return FoundTrace(path, reported, base_ns, first_ns, rank)
 
 
 class _Thread:
@@ -173,22 +170,12 @@ def _nests(ts_ns: int, end_ns: int, ends: list[int]) -> bool:
     return not ends or end_ns <= ends[-1]
 
 
-class _Process:
-    """A process of the timeline. `last_ns` is the end of what is drawn in it so far."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.last_ns = 0
-        self.threads: dict[tuple[object, object], _Thread] = {}  # by process and thread in the trace
-
-
 class Numbers:
-    """Process, thread and file numbers of one timeline, and the process of each owner of traces."""
+    """Process, thread and file numbers of one timeline; those of processes by the owners of traces."""
 
     def __init__(self) -> None:
         self.files, self.tids = count(1), count(FIRST_TID)
-        pids = count(FIRST_PID)
-        self.processes: defaultdict[str, _Process] = defaultdict(lambda: _Process(next(pids)))
+        self.pids: defaultdict[str, int] = defaultdict(count(FIRST_PID).__next__)
 
 
 class TorchTrace:
@@ -199,19 +186,16 @@ class TorchTrace:
     Attributes:
         count: Events yielded so far, without names.
         before: How many of them lie before the timeline begins.
-        last_ns: The latest of them, after the timeline begins.
         malformed: Events that were left out: without a valid time, process, thread or number.
     """
 
     def __init__(self, file: FoundTrace, owner: str, shift_ns: int, sort: int, numbers: Numbers) -> None:
-        self.count = self.before = self.malformed = self.last_ns = 0
+        self.count = self.before = self.malformed = 0
         self.fault: str | None = None
         self._file, self._owner, self._shift_ns, self._sort, self._numbers = file, owner, shift_ns, sort, numbers
-        self._number, self._process = next(numbers.files), numbers.processes[owner]
+        self._number, self._pid = next(numbers.files), numbers.pids[owner]
         self._devices: dict[object, str] = {}  # by number of a process in the trace
-        begin_ns = shift_ns if file.first_ns is None else file.first_ns - file.base_ns + shift_ns
-        # Threads go on from the owner's trace before, unless the two overlap: then they may be of two processes.
-        self._threads = self._process.threads if begin_ns >= self._process.last_ns else {}
+        self._threads: dict[tuple[object, object], _Thread] = {}  # by process and thread in the trace
 
     def events(self) -> Iterator[JsonEvent]:
         """Yield the events one by one, then the names of processes and threads."""
@@ -238,7 +222,7 @@ class TorchTrace:
             self._note_name(event, process)
             return None
         thread = self._thread(process, event.get("tid", ""))
-        event["pid"], event["tid"] = self._process.pid, thread.first_tid
+        event["pid"], event["tid"] = self._pid, thread.first_tid
         for name in ("id", "bind_id"):
             if name in event:
                 event[name] = self._number << ARROW_BITS | int(str(event[name]), 0) % (1 << ARROW_BITS)
@@ -247,15 +231,13 @@ class TorchTrace:
             if kind == "X" and "dur" in event:
                 end_ns += _nanoseconds(event["dur"])
                 category = str(event.get("cat"))
-                if self._file.stacks and category == "user_annotation":  # outlasts the Python call that it begins in
+                if category == "user_annotation":  # it may outlast the Python call that it begins in
                     thread = self._thread(process, f"annotations (thread {thread.name})")
                 event["tid"], event["dur"] = thread.place(ts_ns, end_ns, category), (end_ns - ts_ns) / 1000
             elif kind in ("s", "t", "f") and thread.last_ns == ts_ns:
                 event["tid"] = thread.last_tid  # an arrow follows the slice that it is bound to
             event["ts"] = ts_ns / 1000
             self.before += ts_ns < 0
-            self.last_ns = max(self.last_ns, ts_ns)
-            self._process.last_ns = max(self._process.last_ns, end_ns)
         if event.get("s") == "g":  # an instant of the whole file, which is one process among others here
             event["s"] = "p"
         # Arrows, counters and instants of a process make no track for a thread.
@@ -277,13 +259,13 @@ class TorchTrace:
     def _names(self) -> Iterator[JsonEvent]:
         if not self.count:
             return
-        yield _metadata("process_name", self._process.pid, 0, "name", self._owner)
-        yield _metadata("process_sort_index", self._process.pid, 0, "sort_index", self._sort)
+        yield _metadata("process_name", self._pid, 0, "name", self._owner)
+        yield _metadata("process_sort_index", self._pid, 0, "sort_index", self._sort)
         for (process, _), thread in self._threads.items():
             device = self._devices.get(process, "")
             thread.device = thread.device if device in ("", "CPU") else device
             if thread.used:
-                yield from thread.names(self._process.pid)
+                yield from thread.names(self._pid)
 
     def _thread(self, process: object, original: object) -> _Thread:
         thread = self._threads.get((process, original))

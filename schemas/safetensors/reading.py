@@ -1,11 +1,10 @@
-"""Reads the tensors of checkpoint files: into memory, into a digest, or into both in one pass, on several threads.
+"""Reads the tensors of checkpoint files for their digest, on several threads.
 
 Files are read, not mapped: a mapped file that is cut off kills the process that looks at it.
 """
 
 import hashlib
 import os
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,39 +28,19 @@ class FileState(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A piece of a tensor in a file, and the memory that it goes to, if any."""
+    """A piece of a tensor in a file."""
 
     path: Path
     file: int
     start: int
     size: int
-    memory: memoryview | None
 
 
 def content_digest(places: Mapping[str, TensorPlace]) -> ContentDigest:
     """Return the content digest of tensors in files. Reads every byte. Raises CheckpointError."""
-    return _read_and_hash(places, {})
-
-
-def read_tensors(places: Mapping[str, TensorPlace], memory: Mapping[str, memoryview], *, content: bool) -> str | None:
-    """Read tensors into memory. Raises CheckpointError; what is in memory then is undefined.
-
-    Returns:
-        With `content`, the content digest of what is in memory now, in hex.
-    """
-    if content:
-        return _read_and_hash(places, memory).hexdigest()
-    with ExitStack() as stack:
-        pieces = list(_pieces(places, memory, stack))
-        deque(stack.enter_context(reading_threads()).map(_read, pieces), maxlen=0)
-    return None
-
-
-def _read_and_hash(places: Mapping[str, TensorPlace], memory: Mapping[str, memoryview]) -> ContentDigest:
     digest = ContentDigest()
     with ExitStack() as stack:
-        pieces = list(_pieces(places, memory, stack))
-        hashes = stack.enter_context(reading_threads()).map(_hash, pieces)
+        hashes = stack.enter_context(reading_threads()).map(_hash, list(_pieces(places, stack)))
         for name in sorted(places):
             spec = places[name].spec
             digest.add_tensor(name, spec.dtype, spec.shape, spec.nbytes, hashes)
@@ -81,44 +60,28 @@ def file_states(directory: Path) -> tuple[FileState, ...]:
     return tuple(states)
 
 
-def _pieces(places: Mapping[str, TensorPlace], memory: Mapping[str, memoryview], stack: ExitStack) -> Iterator[_Piece]:
+def _pieces(places: Mapping[str, TensorPlace], stack: ExitStack) -> Iterator[_Piece]:
     """Yield the pieces of all tensors, in the order of a digest. Their files stay open until the stack is closed."""
     files: dict[Path, int] = {}
     for name in sorted(places):
         path, start, spec = places[name].path, places[name].start, places[name].spec
         if path not in files:
             files[path] = stack.enter_context(open_file(path)).fileno()
-        held = memory.get(name)
         for offset in range(0, spec.nbytes, PIECE_BYTES):
             size = min(PIECE_BYTES, spec.nbytes - offset)
-            into = None if held is None else held[offset : offset + size]
-            yield _Piece(path, files[path], start + offset, size, into)
-
-
-def _read(piece: _Piece) -> None:
-    assert piece.memory is not None
-    _read_into(piece, piece.memory, 0)
+            yield _Piece(path, files[path], start + offset, size)
 
 
 def _hash(piece: _Piece) -> bytes:
     """Read a piece step by step; return its sha256."""
-    digest = hashlib.sha256()
-    memory = piece.memory if piece.memory is not None else memoryview(bytearray(min(piece.size, _STEP_BYTES)))
-    for offset in range(0, piece.size, _STEP_BYTES):
-        size = min(_STEP_BYTES, piece.size - offset)
-        step = memory[:size] if piece.memory is None else memory[offset : offset + size]
-        _read_into(piece, step, offset)
-        digest.update(step)
-    return digest.digest()
-
-
-def _read_into(piece: _Piece, memory: memoryview, offset: int) -> None:
-    done = 0
-    while done < memory.nbytes:
+    digest, memory, done = hashlib.sha256(), memoryview(bytearray(min(piece.size, _STEP_BYTES))), 0
+    while done < piece.size:
         try:
-            count = os.preadv(piece.file, [memory[done:]], piece.start + offset + done)
+            count = os.preadv(piece.file, [memory[: piece.size - done]], piece.start + done)
         except OSError as error:
             raise checkpoint_refused(piece.path, f"can't be read: {error.strerror}", UNTOUCHED) from error
         if not count:
             raise checkpoint_refused(piece.path, "became shorter while it was read", CUT_OFF)
+        digest.update(memory[:count])
         done += count
+    return digest.digest()

@@ -9,8 +9,9 @@ Theory of operation.
   with a later record. With a rollback journal, `last` is written with each group.
 - There is one writer: it holds a lock until it closes or dies. There can be any number of readers, also
   while it writes.
-- Before each commit the writer looks whether its file is still there, and whole. If another program deleted, replaced
-  or cut it, no record is written any more: it could not be found.
+- Before a commit the writer looks whether its file is still there, and whole. If another program deleted, replaced or
+  cut it, no record is written any more: it could not be found. A look costs as much as half a small commit, so a writer
+  may do with less than one for each.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from time import monotonic
 from typing import Final, Self
 
 from schemas.errors import ConfigError, LogError, LogLocked
@@ -39,9 +41,11 @@ class RecordFile(RecordReader):
     Use it from one thread. Its own reading methods return committed records.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, lock: int, durability: Durability) -> None:
+    def __init__(
+        self, path: Path, connection: sqlite3.Connection, lock: int, durability: Durability, look_s: float
+    ) -> None:
         super().__init__(path, connection)
-        self._lock = lock
+        self._lock, self._look_s, self._looked_s = lock, look_s, 0.0
         self._relaxes = durability == "os"  # after the first group: a log must not forget that it was opened
         real = os.path.realpath(path)
         self._watched = [(name, writer_lock.Watch(name)) for name in (real, f"{real}-wal")]
@@ -59,11 +63,19 @@ class RecordFile(RecordReader):
 
     @classmethod
     def open(
-        cls, path: str | os.PathLike[str], header: Mapping[str, str] | None = None, durability: Durability = "disk"
+        cls,
+        path: str | os.PathLike[str],
+        header: Mapping[str, str] | None = None,
+        durability: Durability = "disk",
+        look_s: float = 0.0,
     ) -> Self:
         """Create the file, with mode 0600 in a folder with mode 0700, or open it to append.
 
-        `header` is written at creation; an existing file keeps its own.
+        Args:
+            path: Of the file.
+            header: Written at creation; an existing file keeps its own.
+            durability: Of a committed group.
+            look_s: Seconds in which one look at the file is enough, however many commits there are.
 
         Raises:
             LogLocked: Another process writes the file.
@@ -82,7 +94,7 @@ class RecordFile(RecordReader):
                 undo.callback(writer_lock.release, lock)
                 connection = database.open_for_writing(path, header or {})
                 undo.enter_context(contextlib.closing(connection))
-                opened = cls(path, connection, lock, durability)
+                opened = cls(path, connection, lock, durability, look_s)
                 opened._check_end()
                 opened._begin_checkpoints()
             except sqlite3.Error as error:
@@ -186,7 +198,8 @@ class RecordFile(RecordReader):
         drops = self._dropped_before > 0
         ends = checkpointer is None or checkpointer.due
         if len(group) == 1 and not (marks or drops or ends):
-            self._check_files()
+            if not self._look_s or monotonic() - self._looked_s >= self._look_s:
+                self._check_files()
             try:
                 self._cursor.execute(_INSERT, group[0])  # a transaction by itself
             except sqlite3.Error as error:
@@ -272,6 +285,7 @@ class RecordFile(RecordReader):
             raise LogError(f"{self.path}: {self._faulted}; the file takes no more records")
 
     def _check_files(self) -> None:
+        self._looked_s = monotonic()
         for name, watch in self._watched:
             if change := watch.change():
                 self._faulted = (

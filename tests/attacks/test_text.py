@@ -12,7 +12,8 @@ from rich.console import Console
 
 from controlplane.bus.bus import Bus
 from controlplane.cli.__main__ import cli
-from controlplane.cli.tables import fleet_table, probe_table
+from controlplane.cli.engine import probe_lines
+from controlplane.cli.tables import fleet_table
 from controlplane.record.log import RunLog
 from controlplane.report.collect import collect
 from controlplane.report.page import write_page
@@ -111,7 +112,8 @@ async def test_whatever_an_agent_says_of_itself_is_shown_and_does_nothing(
 
 
 def test_what_a_probed_server_says_is_shown_and_does_nothing() -> None:
-    shown = rendered(probe_table(Probed(url=HOSTILE, kind="vllm", version=HOSTILE, model=HOSTILE, note=HOSTILE)))
+    found = Probed(url=HOSTILE, kind="vllm", version=HOSTILE, model=HOSTILE, note=HOSTILE)
+    shown = "\n".join(probe_lines(found))
     assert harmless(shown) and "[red]x" in shown
 
 

@@ -11,11 +11,11 @@ from schemas.commands import EngineCommand, Target
 from schemas.desired import Desired
 from schemas.errors import AgentError, LogCorrupt, LogLocked
 from schemas.identity import Identity
-from schemas.storage import filesystems
+from schemas.storage import filesystems, record_file
 from schemas.storage.records import RecordReader
 from tests.unit import journal_files
 from workers.link import journal as journal_module
-from workers.link.journal import Journal, archive_journal
+from workers.link.journal import LOOK_S, RECENT_MAX, Journal, archive_journal
 from workers.machine.decide import LOGIC, decide
 
 SECOND = Identity(replica=0, node_rank=1, nnodes=2)
@@ -87,7 +87,9 @@ def test_a_journal_continues_where_it_was_committed(path: Path) -> None:
     assert opened(killed / path.name).number == 110
 
 
-def test_batches_follow_each_other_wherever_they_end(path: Path) -> None:
+@pytest.mark.parametrize("recent", [RECENT_MAX, 10], ids=["from memory", "from the file, but for the last"])
+def test_batches_follow_each_other_wherever_they_end(path: Path, monkeypatch: pytest.MonkeyPatch, recent: int) -> None:
+    monkeypatch.setattr(journal_module, "RECENT_MAX", recent)
     journal = opened(path)
     grow(journal, 200, group=7)
     for count in (1, 5, 7, 10, 300):
@@ -104,6 +106,11 @@ def test_batches_follow_each_other_wherever_they_end(path: Path) -> None:
     grow(journal, 210)
     assert seqs(journal, 200) == (201, list(range(199, 209)))
     assert seqs(journal, 57) == (58, list(range(56, 209)))  # read before, and again after a lost ack
+    feed(journal, events.Tick(at_ms=1))
+    assert seqs(journal, 205) == (206, [204, 205, 206, 207, 208])  # what is not on disk yet is not sent
+    journal.release(207)
+    assert seqs(journal, 207) == (208, [206, 207, 208])
+    assert seqs(journal, 200) == (201, list(range(199, 209)))  # the bus may have lost what it had
 
 
 def test_what_the_bus_has_is_dropped_and_the_rest_keeps_its_numbers(
@@ -238,3 +245,17 @@ def test_a_journal_of_another_agent_or_logic_is_refused(path: Path, monkeypatch:
     monkeypatch.setattr(journal_module, "LOGIC", LOGIC + 1)
     with pytest.raises(AgentError, match=f"written by decision logic {LOGIC}, this agent has logic {LOGIC + 1}"):
         opened(path)
+
+
+def test_a_journal_that_is_taken_away_ends_its_agent_at_the_next_look(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(record_file, "monotonic", lambda: now_s)
+    journal = opened(path)
+    grow(journal, 10, group=1)
+    path.unlink()
+    grow(journal, 20, group=1)
+    now_s += LOOK_S
+    with pytest.raises(AgentError, match="another program interfered while it was written: .* was deleted or moved"):
+        grow(journal, 21, group=1)

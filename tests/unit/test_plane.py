@@ -158,23 +158,10 @@ def test_a_step_opens_and_closes_profiling_and_never_fails_for_it(
     assert "profile start step 1 on agent 0.0" in caplog.text and "the step goes on" in caplog.text
 
 
-def test_steps_that_are_callbacks_open_and_close_the_same_sessions(plane: ControlPlane) -> None:
-    for step in range(3):
-        plane.begin_step(step)
-        plane.end_step()
-    assert actions(plane) == ["check", "start", "stop"]
-    with pytest.raises(errors.ConfigError, match="no step has begun"):
-        plane.end_step()
-    plane.begin_step(7)
-    with pytest.raises(errors.ConfigError, match=r"begin_step\(8\): step 7 has not ended"):
-        plane.begin_step(8)
-    plane.end_step()
-
-
 def test_closing_closes_an_open_session(tmp_path: Path) -> None:
     plane = ControlPlane(ADDRESS, log=tmp_path / "run.db", profiler=ProfilerConfig(steps=(1,)))
     plane.open()
-    plane.begin_step(1)
+    plane.step(1).__enter__()
     plane.close()
     assert actions(plane) == ["check", "start", "stop"]
 

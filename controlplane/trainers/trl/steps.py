@@ -43,8 +43,7 @@ class BusSteps(TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._stage.close()  # of a step that an exception cut off
-        self._plane.begin_step(state.global_step + 1)
-        self._stage.callback(self._plane.end_step)
+        self._stage.enter_context(self._plane.step(state.global_step + 1))
         if self._rank is not None:
             self._stage.enter_context(self._rank.annotate("step"))
 

@@ -57,7 +57,7 @@ class VerlRun:
     def __init__(self, plane: ControlPlane, settings: VerlSettings, resources: ExitStack) -> None:
         self._plane, self._settings, self._resources = plane, settings, resources
         self._labels: dict[frozenset[int], str] = {}  # of the newest weights, by the replicas of a manager
-        self._in_step = self._left = False
+        self._step, self._left = ExitStack(), False
 
     @classmethod
     def start(cls, settings: VerlSettings, replicas: Sequence[Any], profiler: ProfilerConfig) -> Self:
@@ -125,19 +125,14 @@ class VerlRun:
         if self._left:
             return
         try:
-            self._plane.begin_step(step)
+            self._step.enter_context(self._plane.step(step))
         except RolloutctlError as error:
             logger.error("step %d is not profiled; verl goes on: %s", step, error)
-        else:
-            self._in_step = True
 
     def end_step(self) -> None:
         """Close the session of the step. Idempotent."""
-        if not self._in_step:
-            return
-        self._in_step = False
         try:
-            self._plane.end_step()
+            self._step.close()
         except RolloutctlError as error:
             logger.error("the profile of a step was not closed; verl goes on: %s", error)
 

@@ -20,10 +20,9 @@ from schemas import events
 from schemas.commands import Checkpoint
 from schemas.errors import CheckpointError, ExtraMissing, RefusedError
 from schemas.identity import Digests, Identity, Operation
-from schemas.safetensors.format import TensorSpec, find_tensors
+from schemas.safetensors.format import TensorSpec
 from schemas.safetensors.manifest import content_differs
 from schemas.safetensors.paths import resolve_below
-from schemas.safetensors.reading import read_tensors
 from workers.engines.adapter_files import checked_adapter
 from workers.engines.checkpoint import SourceChecker, Taken
 from workers.engines.observed import LoRALimits
@@ -214,16 +213,13 @@ class TinyEngine:
         Raises:
             CheckpointError: The model can't load every byte of it.
         """
-        from workers.engines.tiny.model import digest, empty, memory_of
+        from workers.engines.tiny.model import digest, read
 
         taken, manifest = self._directory(call), call.manifest
-        tensors = scheduler.run(scheduler.copied) if taken.delta is not None else empty(self._layout)
-        memory = {name: memory_of(tensor) for name, tensor in tensors.items()}
+        tensors = scheduler.run(scheduler.copied) if taken.delta is not None else {}
+        tensors |= read(taken.directory)
         content = manifest.content if manifest is not None else None
-        digested = content is not None or self._digests == "always"
-        found = read_tensors(find_tensors(taken.directory), memory, content=digested and taken.delta is None)
-        if taken.delta is not None and digested:
-            found = digest(tensors)
+        found = digest(tensors) if content is not None or self._digests == "always" else None
         if manifest is not None and found is not None and content not in (None, found):
             raise content_differs(taken.directory, found, manifest)
         return tensors, found, taken.took
