@@ -1,7 +1,7 @@
 """What a run cost: adds up the decisions of a simulated run, or of a recorded one, in the same way."""
 
-from collections.abc import Mapping
-from typing import Literal, get_args
+from collections import Counter
+from typing import Literal
 
 from msgspec import Struct
 
@@ -43,7 +43,11 @@ class RunCosts(Struct, frozen=True, kw_only=True):
 
 
 class CostCounter:
-    """Follows a run, from its first sync to its last: for each agent, from the first command of a sync that it got."""
+    """Follows a run, from its first sync to its last.
+
+    Attributes:
+        replicas: By their agents' names: those of which the agent has got a command of a sync.
+    """
 
     def __init__(self) -> None:
         self._begun_us: int | None = None
@@ -51,7 +55,7 @@ class CostCounter:
         self._requests: dict[int, int] = {}  # by ticket: when its sync was requested (µs)
         self._times = Latencies()
         self._aborted = self._left_out = self._behind = self._behind_sum = 0
-        self._replicas: dict[str, _Replica] = {}
+        self.replicas: dict[str, _Replica] = {}
 
     @property
     def syncs(self) -> int:
@@ -65,41 +69,32 @@ class CostCounter:
             self._requests[event.ticket] = event.at_us
         for effect in effects:
             if isinstance(effect, Conclude) and isinstance(effect.report, SyncReport):
-                self._ended(effect.report, event.at_us, self._requests.pop(effect.ticket or 0, event.at_us))
+                self.add_sync(self._requests.pop(effect.ticket or 0, event.at_us), event.at_us, effect.report)
 
-    def add_sync(self, begun_us: int, ended_us: int, paused_us: Mapping[str, int]) -> None:
-        """Add a sync in which nothing failed, and for how long each replica was paused for it."""
-        self._ended_us, self._behind = ended_us, 0
-        self._times.values.append(ended_us - begun_us)
-        for name, spent_us in paused_us.items():
-            if name in self._replicas:
-                self._replicas[name].pause(spent_us // 1000)
-
-    def _ended(self, report: SyncReport, at_us: int, since_us: int) -> None:
+    def add_sync(self, since_us: int, at_us: int, report: SyncReport | None = None) -> None:
+        """Add a sync that has ended; one without a report if nothing failed in it."""
         self._ended_us = at_us
         self._times.values.append(at_us - since_us)
-        aborted = report.status == "aborted"
+        aborted = report is not None and report.status == "aborted"
         self._aborted += aborted
-        self._left_out += 0 if aborted else len(report.quarantined) + len(report.unproven)
+        self._left_out += 0 if aborted or report is None else len(report.quarantined) + len(report.unproven)
         self._behind = self._behind + 1 if aborted else 0
         self._behind_sum += self._behind
 
     def decided_by_agent(self, name: str, event: Event, after: AgentState) -> None:
         """Add a decision of the agent beside an engine."""
-        replica = self._replicas.get(name)
-        if replica is None:
-            if isinstance(event, CommandReceived) and isinstance(event.command, WeightSync | AdapterSync):
-                self._replicas[name] = _Replica(after, event.at_ms)
-        else:
-            replica.follow(after, event.at_ms)
+        if name in self.replicas:
+            self.replicas[name].change(condition_of(after), event.at_ms)
+        elif isinstance(event, CommandReceived) and isinstance(event.command, WeightSync | AdapterSync):
+            self.replicas[name] = _Replica(after, event.at_ms)
 
     def finish(self) -> RunCosts:
         """Return the costs of a run with a sync that has ended."""
         length_us = self._ended_us - (self._begun_us or 0)
-        hours_of = dict.fromkeys(get_args(Condition), 0.0)
-        for replica in self._replicas.values():
+        spent: Counter[Condition] = Counter()
+        for replica in self.replicas.values():
             for condition, spent_ms in replica.up_to(length_us // 1000).items():
-                hours_of[condition] += replica.gpus * spent_ms / 3_600_000
+                spent[condition] += replica.gpus * spent_ms
         return RunCosts(
             hours=length_us / 3.6e9,
             syncs=self.syncs,
@@ -108,10 +103,10 @@ class CostCounter:
             sync_p50=self._times.percentile(50) / 1e6,
             sync_p99=self._times.percentile(99) / 1e6,
             behind=self._behind_sum / self.syncs,
-            gpu_hours=sum(hours_of.values()),
-            paused=hours_of["paused"],
-            quarantined=hours_of["quarantined"],
-            down=hours_of["down"],
+            gpu_hours=spent.total() / 3.6e6,
+            paused=spent["paused"] / 3.6e6,
+            quarantined=spent["quarantined"] / 3.6e6,
+            down=spent["down"] / 3.6e6,
         )
 
 
@@ -120,27 +115,21 @@ class _Replica:
 
     def __init__(self, state: AgentState, at_ms: int) -> None:
         self.gpus = state.identity.nnodes * state.identity.gpus_per_node
-        self.spent_ms: dict[Condition, int] = {}
-        self._condition, self._since_ms = _condition(state), at_ms
+        self.spent_ms: Counter[Condition] = Counter()
+        self._condition, self._since_ms = condition_of(state), at_ms
 
-    def follow(self, state: AgentState, at_ms: int) -> None:
-        """Count the time up to now."""
-        spent_ms = max(0, at_ms - self._since_ms)  # another boot of its node has another clock
-        self.spent_ms[self._condition] = self.spent_ms.get(self._condition, 0) + spent_ms
-        self._condition, self._since_ms = _condition(state), at_ms
+    def change(self, condition: Condition, at_ms: int) -> None:
+        """Count the time up to now: from now on it does that."""
+        self.spent_ms[self._condition] += max(0, at_ms - self._since_ms)  # another boot of its node has another clock
+        self._condition, self._since_ms = condition, at_ms
 
-    def pause(self, spent_ms: int) -> None:
-        """Count time to come: it is paused, and serves again."""
-        self.spent_ms["paused"] = self.spent_ms.get("paused", 0) + spent_ms
-        self._since_ms += spent_ms
-
-    def up_to(self, length_ms: int) -> dict[Condition, int]:
+    def up_to(self, length_ms: int) -> Counter[Condition]:
         """Return how long it did what in a run of this length: since its last decision it goes on as it did."""
-        left_ms = max(0, length_ms - sum(self.spent_ms.values()))
-        return {**self.spent_ms, self._condition: self.spent_ms.get(self._condition, 0) + left_ms}
+        return self.spent_ms + Counter({self._condition: length_ms - self.spent_ms.total()})
 
 
-def _condition(state: AgentState) -> Condition:
+def condition_of(state: AgentState) -> Condition:
+    """Return what the replica of an agent in this state does."""
     engine, activity = state.engine, state.activity
     if engine.tokenizer != "present":
         return "down"

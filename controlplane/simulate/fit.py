@@ -94,8 +94,6 @@ class _Fitted:
         self._parts: list[tuple[int, int, str]] = []  # when a phase of which sync began (µs), or the step after it
         self._failed_us: list[tuple[str, str, int, int]] = []  # what failed, whose, from when to when
 
-    # --- the bus ------------------------------------------------------------------------------------------------------
-
     def add_bus(self, entry: LogEntry) -> None:
         """Add a decision of the coordinator."""
         event: bus_events.CoordinatorEvent = entry.typed_event()  # type: ignore[assignment]
@@ -113,15 +111,19 @@ class _Fitted:
             case bus_events.HelloReceived() | bus_events.PeerLost() | bus_events.JoinReceived():
                 self._add_connection(event, agent_of(event.peer))
         for effect in effects:
-            if isinstance(effect, bus_events.Publish):
-                self._add_published(effect, event.at_us)
-            elif isinstance(effect, bus_events.Conclude) and isinstance(effect.report, SyncReport):
-                self._ended_us = event.at_us
-                self._parts.append((event.at_us, self._tried, "step"))
-            elif isinstance(effect, bus_events.Conclude) and isinstance(effect.report, Report):
-                for line in effect.report.outcomes:
-                    if not isinstance(line.conclusion, Missing):
-                        self._agents[line.agent].answered_us = event.at_us
+            match effect:
+                case bus_events.Publish(envelope=envelope):
+                    command = decode_command(envelope.body)
+                    if isinstance(command, WeightSync | AdapterSync):
+                        self._tried += command.phase == "prepare"
+                        self._parts.append((event.at_us, self._tried, command.phase))
+                case bus_events.Conclude(report=SyncReport()):
+                    self._ended_us = event.at_us
+                    self._parts.append((event.at_us, self._tried, "step"))
+                case bus_events.Conclude(report=Report(outcomes=outcomes)):
+                    for line in outcomes:
+                        if not isinstance(line.conclusion, Missing):
+                            self._agents[line.agent].answered_us = event.at_us
 
     def _add_connection(
         self, event: bus_events.HelloReceived | bus_events.PeerLost | bus_events.JoinReceived, name: str
@@ -154,12 +156,6 @@ class _Fitted:
         found = {name: getattr(event.settings, name, None) for name in BusConfig.__struct_fields__}
         self._bus = {name: value for name, value in found.items() if isinstance(value, int)}
 
-    def _add_published(self, effect: bus_events.Publish, at_us: int) -> None:
-        command = decode_command(effect.envelope.body)
-        if isinstance(command, WeightSync | AdapterSync):
-            self._tried += command.phase == "prepare"
-            self._parts.append((at_us, self._tried, command.phase))
-
     def _add_request(self, request: bus_events.SyncRequested) -> None:
         self._gathers = False
         if self._ended_us is not None:
@@ -172,8 +168,6 @@ class _Fitted:
             "timeout": request.timeout_ms / 1000,
             "keep": 2 if request.adapter is None else request.adapter.keep,
         }
-
-    # --- agents -------------------------------------------------------------------------------------------------------
 
     def begin_agent(self, mark: AgentMark) -> None:
         """Begin with the state of an agent, unless it is known."""
@@ -226,8 +220,6 @@ class _Fitted:
             self._failed_us.append(("engine", name, at_us if agent.down_us is None else agent.down_us, at_us))
         self._engine, agent.instance, agent.down_us = engine.name, instance, None
 
-    # --- results ------------------------------------------------------------------------------------------------------
-
     def tree(self, costs: RunCosts) -> Tree:
         """Return the model."""
         places = [agent.identity for agent in self._agents.values() if agent.identity is not None]
@@ -254,11 +246,11 @@ class _Fitted:
     def _in_order(self, part: int) -> Tree:
         """Return one part of the samples of each modelled call, replica by replica."""
         agents = [self._agents[name] for name in sorted(self._agents, key=agent_order)]
-        found: dict[str, list[list[float]]] = {
+        calls = {call for agent in agents for call in agent.calls}.intersection(CallTimes.__struct_fields__)
+        return {
             call: [[sample[part] for sample in agent.calls[call]] for agent in agents if call in agent.calls]
-            for call in CallTimes.__struct_fields__
+            for call in sorted(calls)
         }
-        return {call: series for call, series in found.items() if series}
 
     def _recorded(self) -> Iterator[Tree]:
         """Yield what failed since the first sync began, to the end of the log if it was not over."""

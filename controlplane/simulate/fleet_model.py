@@ -62,7 +62,11 @@ _CALLS: Final = (
 )
 """What an engine is called for by syncs and failures."""
 CallTimes = defstruct(
-    "CallTimes", [(call, Duration, 0.0) for call in _CALLS], module=__name__, frozen=True, forbid_unknown_fields=True
+    "CallTimes",
+    [(call, Duration, 0.0) for call in (*_CALLS, "read")],
+    module=__name__,
+    frozen=True,
+    forbid_unknown_fields=True,
 )
 CallFailures = defstruct(
     "CallFailures", [(call, Chance, 0.0) for call in _CALLS], module=__name__, frozen=True, forbid_unknown_fields=True
@@ -105,6 +109,7 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sync: Literal["weights", "adapter"] = "weights"
     quorum: Positive | Literal["all", "majority"] = "majority"
     absent: OnUnreachable = "skip"
+    staging: bool = True
     in_flight: InFlight = "abort"
     timeout: Annotated[float, Meta(ge=0.001, le=86_400, description="a number of seconds, at most a day")] = 600.0
     keep: Positive = 2

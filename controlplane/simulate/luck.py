@@ -21,6 +21,7 @@ RETURNED: Final = events.Returned()
 NO_ANSWER: Final[Outcome] = (events.Fault("engine_error", "the engine does not answer."), 1000)
 SECOND: Final = 1_000_000
 """Of the clock, which counts in µs."""
+_WAITS: Final = "pause that waits"
 P99: Final = 2.3263
 """Of the standard normal distribution."""
 
@@ -72,33 +73,45 @@ class DrawnCalls:
     """How the calls into one engine end, and how long they take."""
 
     def __init__(self, model: FleetModel, luck: Luck, place: str) -> None:
-        self._model, self._luck, self._place = model, luck, place
-        self._ahead: defaultdict[str, deque[Outcome]] = defaultdict(deque)  # of the next calls of a name
+        self._requests, self._luck, self._place = model.requests, luck, place
+        self._ahead: defaultdict[str, deque[Outcome]] = defaultdict(deque)  # of the next calls of a kind
         self._fixed: dict[str, Outcome] = {}  # of calls of which nothing is drawn
-        for name, took in asdict(model.calls).items():
-            fails = getattr(model.failures.calls, name), getattr(model.failures.refused, name)
-            waits = (name, model.policy.in_flight) == ("pause", "wait")
-            if isinstance(took, float | int) and fails == (0, 0) and not waits:
-                self._fixed[name] = RETURNED, round(took * SECOND)
+        self._drawn: dict[str, tuple[Duration, Duration, Chance, Chance]] = {}
+        times, waits = asdict(model.calls), "pause" if model.policy.in_flight == "wait" else ""
+        read, reads = times.pop("read"), "check_source" if model.policy.staging else "load"
+        for name, took in times.items():
+            chances = getattr(model.failures.refused, name), getattr(model.failures.calls, name)
+            more = read if name == reads else 0.0
+            self._drawn[name] = took, more, *chances
+            numbers = isinstance(took, float | int) and isinstance(more, float | int)
+            if numbers and chances == (0, 0) and name != waits:
+                self._fixed[name] = RETURNED, round(took * SECOND) + round(more * SECOND)
 
     def draw(self, call: events.Call) -> Outcome:
         """Return how a call ends."""
-        name, failures, place = call_name(call), self._model.failures, self._place
-        if name in self._fixed:
-            return self._fixed[name]
-        if ahead := self._ahead[name]:
+        name, luck, place = call_name(call), self._luck, self._place
+        if (fixed := self._fixed.get(name)) is not None:
+            return fixed
+        kind = _kind(call)
+        if ahead := self._ahead[kind]:
             return ahead.popleft()
-        took_us = self._luck.us(getattr(self._model.calls, name, 0.0), place, name)
-        if self._luck.happens(getattr(failures.refused, name, 0.0), place, f"{name} refused"):
+        took, more, refused, fails = self._drawn.get(name, (0.0, 0.0, 0, 0))
+        took_us = luck.us(took, place, kind)
+        if luck.happens(refused, place, f"{kind} refused"):
             checks = isinstance(call, events.CheckSource | events.CheckAdapter)
             return events.Fault("source_refused" if checks else "refused", "it is refused, as modelled."), took_us
-        if self._luck.happens(getattr(failures.calls, name, 0.0), place, f"{name} fails"):
+        if luck.happens(fails, place, f"{kind} fails"):
             return events.Fault("engine_error", "it fails, as modelled."), took_us
-        if isinstance(call, events.Pause) and call.mode == "wait":
-            took_us += self._luck.us(self._model.requests, place, "requests")
-        return RETURNED, took_us
+        if kind == _WAITS:
+            took_us += luck.us(self._requests, place, "requests")
+        return RETURNED, took_us + luck.us(more, place, "read")
 
     def put_back(self, call: events.Call, outcome: Outcome) -> None:
-        """Have the next call of this name end as was drawn for it."""
+        """Have the next call of this kind end as was drawn for it."""
         if call_name(call) not in self._fixed:
-            self._ahead[call_name(call)].appendleft(outcome)
+            self._ahead[_kind(call)].appendleft(outcome)
+
+
+def _kind(call: events.Call) -> str:
+    """One that waits for requests is another kind of pause."""
+    return _WAITS if isinstance(call, events.Pause) and call.mode == "wait" else call_name(call)

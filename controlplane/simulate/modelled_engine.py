@@ -18,6 +18,7 @@ IDEMPOTENT: Final[Mapping[Kind, frozenset[Operation]]] = {
 """What may be asked of them twice."""
 LAUNCH_LABEL: Final = "default"
 """The label of what a fresh engine holds."""
+FIRST_LAUNCH: Final = "launch 1"
 
 
 def reported(kind: Kind, state: events.Observation, stopped: bool) -> events.Observation:
@@ -41,55 +42,61 @@ def reported(kind: Kind, state: events.Observation, stopped: bool) -> events.Obs
             return replace(hidden, label=label)
 
 
+def launched(kind: Kind) -> events.Observation:
+    """Return the state of a fresh engine, but for the name of its launch."""
+    return events.Observation(
+        engine=kind,
+        tokenizer="present",
+        operations=frozenset(Operation),
+        remedies=events.Remedies(idempotent=IDEMPOTENT[kind]),
+        generating=True,
+        asleep=frozenset(),
+        profiling=False,
+        version=0,
+        label=LAUNCH_LABEL,
+        adapters={},
+    )
+
+
 class ModelledEngine:
     """The engine of one replica.
 
     Attributes:
         ready: It answers.
+        state: What it holds.
+        instance: Its launch.
     """
 
-    def __init__(self, kind: Kind) -> None:
-        self.ready = True
-        self._state = events.Observation(
-            engine=kind,
-            instance="launch 1",
-            tokenizer="present",
-            operations=frozenset(Operation),
-            remedies=events.Remedies(idempotent=IDEMPOTENT[kind]),
-            generating=True,
-            asleep=frozenset(),
-            profiling=False,
-            version=0,
-            label=LAUNCH_LABEL,
-            adapters={},
-        )
-        self._kind, self._launch, self._launched = kind, 1, self._state
+    def __init__(self, state: events.Observation) -> None:
+        self.ready, self.state, self.instance, self._launch = True, state, FIRST_LAUNCH, 1
+        self._kind: Kind = state.engine  # type: ignore[assignment]
 
     def end(self) -> None:
         """Die, with all that it holds."""
-        self.ready, self._launch = False, self._launch + 1
-        self._state = replace(self._launched, instance=f"launch {self._launch}")
+        self.ready, self._launch, self.state = False, self._launch + 1, launched(self._kind)
+        self.instance = f"launch {self._launch}"
 
     def observe(self) -> events.Observation:
         """Return what a backend would read now."""
         if not self.ready:
             return events.Observation(engine=self._kind, tokenizer="unknown")
-        return reported(self._kind, self._state, stopped=not self._state.generating)
+        shown = reported(self._kind, self.state, stopped=not self.state.generating)
+        return replace(shown, instance=self.instance)
 
     def carry_out(self, call: events.Call, result: events.Returned | events.Fault) -> None:
         """Do what a call with this result does. After a load that failed, nothing is known of the weights."""
-        state, adapters = self._state, self._state.adapters or {}
+        state, adapters = self.state, self.state.adapters or {}
         match call:
             case events.Load() | events.Restore() if isinstance(result, events.Fault):
-                self._state = state if result.kind == "refused" else replace(state, version=0, label="torn")
+                self.state = state if result.kind == "refused" else replace(state, version=0, label="torn")
             case _ if isinstance(result, events.Fault):
                 pass
             case events.Pause() | events.Resume():
-                self._state = replace(state, generating=isinstance(call, events.Resume))
+                self.state = replace(state, generating=isinstance(call, events.Resume))
             case events.Load():
-                self._state = replace(state, version=call.version, label=call.label or str(call.version))
+                self.state = replace(state, version=call.version, label=call.label or str(call.version))
             case events.LoadAdapter():
-                self._state = replace(state, adapters={**adapters, call.adapter.model: call.adapter.path})
+                self.state = replace(state, adapters={**adapters, call.adapter.model: call.adapter.path})
             case events.UnloadAdapter():
                 left = {model: path for model, path in adapters.items() if model != call.model}
-                self._state = replace(state, adapters=left)
+                self.state = replace(state, adapters=left)

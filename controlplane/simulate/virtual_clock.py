@@ -2,7 +2,9 @@
 
 import heapq
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
+
+_LAST: Final = 1 << 60
 
 
 class VirtualClock:
@@ -22,6 +24,15 @@ class VirtualClock:
         """Have `act` called with `args` after a delay. Of acts for the same moment, the first planned comes first."""
         self.acts += 1
         heapq.heappush(self._heap, (self.now + delay, self.acts, act, args))
+
+    def at_last(self, act: Callable[..., None], *args: Any) -> None:
+        """Have `act` called with `args` once all that is planned for this moment has happened."""
+        self.acts += 1
+        heapq.heappush(self._heap, (self.now, _LAST + self.acts, act, args))
+
+    def is_free(self, until: int) -> bool:
+        """Return whether no act is planned up to and including a moment."""
+        return not self._heap or self._heap[0][0] > until
 
     def run(self, until: int) -> None:
         """Let time pass up to and including a moment."""

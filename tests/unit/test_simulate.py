@@ -2,21 +2,21 @@
 
 import json
 from pathlib import Path
+from random import Random
 from typing import get_args
 
 import pytest
 from click.testing import CliRunner
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from controlplane.cli.__main__ import cli, run
-from controlplane.machine.events import HelloReceived, PeerLost
+from controlplane.machine.events import HelloReceived, PeerLost, Send
 from controlplane.record.entries import LogEntry
 from controlplane.record.log import RunLog
 from controlplane.simulate.costs import RunCosts
 from controlplane.simulate.fit import fit
-from controlplane.simulate.fleet_model import Tree, checked, merged, varied
-from controlplane.simulate.modelled_engine import Kind
-from controlplane.simulate.quiet import QuietSyncs
+from controlplane.simulate.fleet_model import FleetModel, Tree, checked, merged, varied
+from controlplane.simulate.modelled_engine import Kind, ModelledEngine, launched
 from controlplane.simulate.simulator import Simulation, simulate
 from schemas.errors import ConfigError
 from schemas.events import EngineObserved
@@ -93,6 +93,20 @@ def test_a_sync_that_waits_for_requests_takes_longer() -> None:
     assert costs(waiting, {"policy": {"in_flight": "abort"}}) == costs()
 
 
+def test_a_phase_that_takes_longer_than_its_timeout_fails() -> None:
+    assert (costs({"policy": {"timeout": 9.0}}).aborted, costs({"policy": {"timeout": 12.0}}).aborted) == (10, 0)
+
+
+def test_a_modelled_engine_shows_no_more_than_the_real_one() -> None:
+    hidden = {
+        kind: {name for name, value in asdict(ModelledEngine(launched(kind)).observe()).items() if value is None}
+        for kind in get_args(Kind)
+    }
+    assert hidden["sglang"] - hidden["tiny"] == {"asleep", "profiling"}
+    assert hidden["vllm"] - hidden["tiny"] == {"profiling"}  # asleep as well, while it is paused
+    assert hidden["verl"] - hidden["tiny"] == {"asleep", "profiling", "generating", "version"}
+
+
 def test_after_a_trainer_that_dies_in_a_sync_the_fleet_is_paused_for_its_lease() -> None:
     dying: Tree = {"steps": 100, "step": 5.0, "failures": {"trainer_per_hour": 10.0, "trainer_s": 300.0}}
     short, long = costs(dying, {"bus": {"lease_ms": 5_000}}), costs(dying, {"bus": {"lease_ms": 200_000}})
@@ -118,35 +132,78 @@ def test_a_fleet_of_each_kind_of_engine_comes_through_all_failures(kind: Kind, w
     assert found.lost < found.gpu_hours
 
 
-RARE: Tree = {"engine_per_hour": 0.6, "engine_s": 40.0, "agent_per_hour": 0.5, "cut_per_hour": 0.5, "cut_s": 20.0}
-SPREAD: Tree = {"median": 10.0, "p99": 20.0}
+def drawn(seed: int) -> FleetModel:
+    """A fleet, its failures and its policy, drawn from a seed."""
+    luck = Random(seed)
+
+    def rates(names: tuple[str, ...], most: float) -> Tree:
+        return {name: luck.choice([0.0, most / 10, most]) for name in names}
+
+    def time(most: float) -> object:
+        series = [[luck.uniform(0, most) for _ in range(luck.randint(1, 4))] for _ in range(2)]
+        return luck.choice([0.0, most, {"median": most, "p99": most * luck.uniform(1, 5)}, series])
+
+    weights, adapters = ("check_source", "pause", "load", "restore", "flush", "resume", "read"), ("load_adapter",)
+    failing = "engine", "agent", "cut", "trainer"
+    tree: Tree = {
+        "seed": seed,
+        "steps": 40,
+        "step": luck.choice([1.0, 30.0, {"median": 30.0, "p99": 90.0}]),
+        "network": time(0.05),
+        "requests": time(10.0),
+        "fleet": {"replicas": luck.randint(1, 6), "engine": luck.choice(get_args(Kind))},
+        "calls": {call: time(luck.choice([0.1, 5.0])) for call in weights + adapters},
+        "failures": {
+            **rates(tuple(f"{what}_per_hour" for what in failing), 6.0),
+            **{f"{what}_s": time(60.0) for what in failing},
+            **{kind: rates(("load", "resume", "load_adapter"), 0.1) for kind in ("calls", "refused")},
+        },
+        "policy": {
+            "sync": luck.choice(["weights", "weights", "adapter"]),
+            "quorum": luck.choice(["all", "majority", 1]),
+            "absent": luck.choice(["skip", "wait"]),
+            "staging": luck.choice([True, False]),
+            "in_flight": luck.choice(["abort", "wait"]),
+            "timeout": luck.choice([12.0, 600.0]),
+        },
+    }
+    return checked(tree, "drawn")
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_agents_that_decide_alike_cost_to_the_last_digit_what_they_do_if_each_decides_by_itself(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alike, alone = Simulation(drawn(seed)), Simulation(drawn(seed))
+    costs_alike = alike.run()
+    monkeypatch.setattr(alone, "gather", lambda: [])
+    assert costs_alike == alone.run()
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [
-        {"calls": {"load": SPREAD}},
-        {"calls": {"load": SPREAD}, "failures": RARE, "fleet": {"nodes": 2, "engine": "sglang"}},
-        {"calls": {"load": SPREAD}, "failures": {"trainer_per_hour": 2.0, "trainer_s": 100.0}},
-        {"calls": {"load": SPREAD}, "failures": {"calls": {"load": 0.02, "resume": 0.01}}, "policy": {"quorum": "all"}},
-        {"calls": {"load": [[9.0, 11.0], [10.0, 8.0, 15.0]]}, "network": {"median": 0.01, "p99": 0.05}},
-        {"calls": {"load": SPREAD}, "policy": {"timeout": 17.0}},
-        {"requests": {"median": 5.0, "p99": 60.0}, "policy": {"in_flight": "wait"}},
-        {"calls": {"load_adapter": SPREAD, "unload_adapter": 3.0}, "policy": {"sync": "adapter"}, "failures": RARE},
-    ],
+    ("failures", "share"),
+    [({}, 0.1), ({"failures": {"engine_per_hour": 2.0, "calls": {"load": 0.01}}}, 0.4)],
+    ids=["quiet", "failing"],
 )
-def test_syncs_in_which_nothing_fails_are_drawn_and_cost_what_they_do_if_the_machines_decide_them(
-    changed: Tree, monkeypatch: pytest.MonkeyPatch
+def test_what_happens_the_same_everywhere_is_decided_once(
+    failures: Tree, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = checked(merged(merged(PLAIN, {"steps": 300}), changed), "fleet.toml")
-    few = Simulation(model)
-    some_drawn = few.run()
-    monkeypatch.setattr(QuietSyncs, "draw", lambda _: None)
-    many = Simulation(model)
-    all_decided = many.run()
-    assert few.bus.state.seq < many.bus.state.seq / 2  # commands
-    for name in RunCosts.__struct_fields__:  # the stated error
-        assert getattr(some_drawn, name) == pytest.approx(getattr(all_decided, name), rel=0.001), name
+    """Also in a fleet so large that something fails in nearly every sync."""
+    fleet: Tree = {"steps": 20, "fleet": {"replicas": 60}, "calls": {"load": {"median": 10.0, "p99": 20.0}}}
+    model = checked(merged(merged(PLAIN, fleet), failures), "fleet.toml")
+    alike, alone = Simulation(model), Simulation(model)
+    costs_alike = alike.run()
+    monkeypatch.setattr(alone, "gather", lambda: [])
+    assert costs_alike == alone.run()
+    assert alike.clock.acts < share * alone.clock.acts
+
+
+def test_what_is_staged_is_read_before_the_pause() -> None:
+    reading: Tree = {"calls": {"read": 6.0}}
+    staged, not_staged = costs(reading), costs(reading, {"policy": {"staging": False}})
+    assert staged.sync_p50 == not_staged.sync_p50 == pytest.approx(costs().sync_p50 + 6.0, abs=0.001)
+    assert staged.paused == pytest.approx(costs().paused, rel=0.001)
+    assert not_staged.paused * 3600 == pytest.approx(staged.paused * 3600 + 10 * 6 * 6.0, rel=0.001)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +237,7 @@ def test_an_agent_that_is_turned_away_twice_on_a_connection_makes_one_other() ->
     run.clock.run(1_000_000)
     first = agent.peer
     for _ in range(2):
-        agent.on_message(first, 1, 0, Rejoin(reason="another agent has its place"))
+        agent.send(Send(peer=first, epoch=1, seq=0, message=Rejoin(reason="another agent has its place")))
     run.clock.run(5_000_000)
     assert (first, agent.peer) == ("0.0/life 1/1", "0.0/life 1/2")
 

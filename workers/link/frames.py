@@ -26,7 +26,7 @@ def read_publication(frames: list[bytes], run: str, now_ms: int) -> CommandRecei
         _check(head.epoch)
         if not (head.origin and head.seq):
             raise WireError("a command without origin or seq")
-        return _command(head.epoch, head.origin, head.seq, body, run, now_ms)
+        return read_command(head.epoch, head.origin, head.seq, body, run, now_ms)
     if topic == wire.TOPIC_HEAD:
         head, _ = wire.parse_frames(frames[1:])
     elif len(frames) == 1 and topic.startswith(wire.TOPIC_HEAD):
@@ -54,7 +54,7 @@ def read_replay(head: wire.Header, page: wire.Page, run: str, now_ms: int) -> It
     """Yield the commands of a page, as if they came from the publisher now. Raises WireError."""
     for record in page.records:
         place = wire.decode_place(record)
-        yield _command(head.epoch, place.origin, place.seq, place.envelope, run, now_ms)
+        yield read_command(head.epoch, place.origin, place.seq, place.envelope, run, now_ms)
 
 
 def publish_address(dialled: str, welcome: wire.Welcome) -> str:
@@ -66,7 +66,8 @@ def publish_address(dialled: str, welcome: wire.Welcome) -> str:
     return f"{dialled.rpartition(':')[0]}:{welcome.publish_port}"
 
 
-def _command(epoch: int, origin: int, seq: int, body: bytes | Raw, run: str, now_ms: int) -> CommandReceived:
+def read_command(epoch: int, origin: int, seq: int, body: bytes | Raw, run: str, now_ms: int) -> CommandReceived:
+    """Return the command in an envelope. Raises WireError."""
     envelope, command = wire.read_envelope(body, run)
     return CommandReceived(
         at_ms=now_ms,
