@@ -22,6 +22,10 @@ class Clock(Struct, frozen=True, kw_only=True):
         """Return a moment of the agent's monotonic clock on the bus's wall clock."""
         return self.wall_ns + self.offset_ns + (at_ms - self.at_ms) * 1_000_000
 
+    def grown_error_ns(self, at_ms: int) -> int:
+        """Return the error at another moment: clocks drift apart by 15 ppm, as NTP assumes (RFC 5905, PHI)."""
+        return self.error_ns + 15 * abs(at_ms - self.at_ms)
+
 
 class Observed(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an agent that only observes last saw of its engine; None where the engine can't tell."""

@@ -129,6 +129,7 @@ class FleetHistory:
         self._agents = {name: AgentHistory(agent=name, member=member) for name, member in self.state.members.items()}
         self._replicas: dict[int, ReplicaHistory] = {}
         self._ranks: dict[int | str, ReplicaHistory] = {}
+        self._clocks: dict[tuple[str, str], Clock] = {}  # by agent and host: the one that is known best
 
     def follow(self, event: events.CoordinatorEvent, at_ns: int) -> AgentHistory | None:
         """Note an event. A wall clock that was set back counts as standing still. Returns an agent that was lost."""
@@ -140,6 +141,8 @@ class FleetHistory:
         if isinstance(event, events.AnswersReceived | events.JoinReceived | events.StatusReceived):
             for agent in (self._agents[name] for name in senders if name in self._agents):
                 agent.heard_ns = self.now_ns
+                if isinstance(event, events.StatusReceived) and event.status.clock is not None:
+                    self._note_clock(agent, event.status.clock)
         everything = self.state.desired is not before.desired or isinstance(event, events.Opened)
         lost = [self._look(name, event) for name in dict.fromkeys((*senders, *(self._agents if everything else ())))]
         return next(filter(None, lost), None)
@@ -182,9 +185,10 @@ class FleetHistory:
 
     @property
     def clocks(self) -> dict[str, Clock]:
-        """The clocks of the agents, as their newest heartbeats have them."""
-        statuses = {name: agent.member.status for name, agent in self._agents.items()}
-        return {name: status.clock for name, status in statuses.items() if status is not None and status.clock}
+        """The clocks of the agents, as far as they are known, on the hosts where they are."""
+        return {
+            name: clock for (name, host), clock in self._clocks.items() if self._agents[name].member.hello.host == host
+        }
 
     @property
     def current_units(self) -> Mapping[int | str, ReplicaHistory]:
@@ -199,6 +203,13 @@ class FleetHistory:
         return dict(sorted(self._replicas.items()))
 
     # --- what changed -------------------------------------------------------------------------------------------------
+
+    def _note_clock(self, agent: AgentHistory, clock: Clock) -> None:
+        """Keep the measurement that is best by now. A host that was started again has another clock."""
+        key = agent.agent, agent.member.hello.host
+        best = self._clocks.get(key, clock)
+        if clock.at_ms < best.at_ms or clock.error_ns <= best.grown_error_ns(clock.at_ms):
+            self._clocks[key] = clock
 
     def _look(self, name: str, event: events.CoordinatorEvent | None) -> AgentHistory | None:
         """Compare an agent with what is known of it. Returns it if it was lost by this event."""

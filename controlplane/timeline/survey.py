@@ -16,8 +16,6 @@ from schemas.outcomes import Acted, Outcome, Trace
 
 MS: Final = 1_000_000
 """Nanoseconds in a millisecond."""
-DRIFT_NS: Final = 15
-"""By how much two clocks drift apart in a millisecond, as NTP assumes (RFC 5905, PHI)."""
 
 
 class BusRecord(NamedTuple):
@@ -95,8 +93,7 @@ class AgentClock:
         """Of the measurements before and after a moment the one that is more exact there, and its error."""
         at = bisect(self.measured, at_ms, key=lambda clock: clock.at_ms)
         around = self.measured[max(0, at - 1) : at + 1]
-        grown = ((clock, clock.error_ns + DRIFT_NS * abs(at_ms - clock.at_ms)) for clock in around)
-        return min(grown, key=itemgetter(1))
+        return min(((clock, clock.grown_error_ns(at_ms)) for clock in around), key=itemgetter(1))
 
 
 def decode_entries(

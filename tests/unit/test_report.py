@@ -18,7 +18,7 @@ from controlplane.report.collect import MAX_STEP_COMMANDS, collect
 from controlplane.report.fleet_history import MAX_SPANS, FleetHistory, ReplicaHistory
 from controlplane.report.model import Latencies, Refusal, RunReport
 from controlplane.report.page import write_page
-from schemas.agent_status import AgentStatus
+from schemas.agent_status import AgentStatus, Clock
 from schemas.commands import EngineCommand, ProfileCommand, Target
 from schemas.errors import LogCorrupt
 from schemas.events import Observation
@@ -399,6 +399,17 @@ def test_an_engine_restart_is_a_change_from_one_instance_that_was_up_to_another(
     assert see(("a.1.0", "unknown"), ("a.1.77", "unknown"), ("a.1.77.x", "present"), (None, "present")) == 0
     assert see(("a.1.0", "unknown"), ("a.2.0", "unknown"), ("a.2.99", "unknown"), ("a.2.99.y", "present")) == 1
     assert see(("b.1.0", "unknown"), ("b.1.5.z", "present")) == 2, "an agent that starts again launches it again"
+
+
+def test_a_clock_that_was_measured_while_its_process_stood_still_replaces_no_better_one() -> None:
+    bus = Recorded("0.0")
+    for at_ms, error_ns, best_ms in ((1_000, 500, 1_000), (3_000, 10**9, 1_000), (4_000, 45_000, 4_000), (9, 10**9, 9)):
+        clock = Clock(at_ms=at_ms, wall_ns=0, offset_ns=0, error_ns=error_ns)
+        bus.status("0.0", AgentStatus(ready=True, tokenizer="present", engine="tiny", clock=clock))
+        fleet = FleetHistory()
+        for event in bus.history:
+            fleet.follow(event, 1)
+        assert fleet.clocks["0.0"].at_ms == best_ms  # the last is of a host that was started again
 
 
 def test_an_agent_that_is_not_ready_at_the_end_is_a_warning() -> None:
