@@ -1,7 +1,6 @@
 """Game days on real processes: each fault happens, is in the log, and the fleet is whole again."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,8 @@ from controlplane.report.collect import collect
 from controlplane.staging import StagingFleet
 from schemas.errors import CommandFailed, LogError
 from tests.pages import blocks, module_of
-from tests.running import ROOT, typed
+from tests.processes.test_chaos_trainer import chaos_run
+from tests.running import python, typed
 from tests.waiting import wait_until
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
 
@@ -81,7 +81,6 @@ def test_a_fleet_lives_through_a_game_day(fleet: Callable[..., StagingFleet], tm
 def test_chaos_run_starts_the_trainer_kills_it_and_judges(fleet: Callable[..., StagingFleet], tmp_path: Path) -> None:
     plan = '[[fault]]\nname = "preempted"\nwhat = "kill_trainer"\nversion = 2\nphase = "load"\nseconds = 0.5\n'
     staging = fleet(checkpoints=tmp_path)
-    (tmp_path / "plan.toml").write_text(plan)
     for number in (1, 2, 3, 4):
         checkpoint(tmp_path, number)
     trainer = tmp_path / "trainer.py"
@@ -95,14 +94,7 @@ def test_chaos_run_starts_the_trainer_kills_it_and_judges(fleet: Callable[..., S
         "        report = plane.sync_weights(None, f'step_{number}').wait()\n"
         "        report.raise_for_failures()\n"
     )
-    words = ["chaos", "run", str(tmp_path / "plan.toml"), "--log", str(tmp_path / "run.db"), "--", sys.executable]
-    done = subprocess.run(
-        [sys.executable, "-m", "controlplane.cli", *words, str(trainer), staging.bus, str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = chaos_run(tmp_path, "--", sys.executable, str(trainer), staging.bus, str(tmp_path), plan=plan)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "fault 'preempted' on purpose: the trainer is killed" in done.stderr
     assert done.stdout.splitlines()[-1] == "0 faults: all promises held"
@@ -143,15 +135,10 @@ def test_a_fleet_that_is_not_whole_at_the_end_is_judged_so(
 @pytest.mark.long
 def test_the_pages_example_passes_and_its_plan_is_explained(tmp_path: Path) -> None:
     example = module_of("docs/gamedays.md", "test_my_trainer", tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(example)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", example, cwd=tmp_path, timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (plan,) = blocks("docs/gamedays.md", "toml")
     (tmp_path / "plan.toml").write_text(plan)
-    words = [sys.executable, "-m", "controlplane.cli", "chaos", "explain", str(tmp_path / "plan.toml")]
-    explained = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    explained = typed("chaos", "explain", tmp_path / "plan.toml").stdout
+    assert "stands still: stop_agent (20 s), on actor rank 0, at the prepare of the sync to v5" in explained
     assert "switch fails: cut (20 s), commands only, on every replica, 0.5 s after the commit of a sync" in explained

@@ -1,26 +1,23 @@
 """The trainer that `rolloutctl chaos run` starts: it is let finish, and what it started ends with it."""
 
 import sqlite3
-import subprocess
 import sys
 import threading
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from controlplane.cli import chaos
 from schemas.errors import LogError
-from tests.running import ROOT
+from tests.running import rolloutctl
 
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-def chaos_run(folder: Path, *command: str, plan: str = "") -> "subprocess.CompletedProcess[str]":
+def chaos_run(folder: Path, *command: str, plan: str = "") -> CompletedProcess[str]:
     (folder / "plan.toml").write_text(plan)
-    words = ["chaos", "run", str(folder / "plan.toml"), "--log", str(folder / "run.db"), *command]
-    return subprocess.run(
-        [sys.executable, "-m", "controlplane.cli", *words], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
+    return rolloutctl("chaos", "run", folder / "plan.toml", "--log", folder / "run.db", *command)
 
 
 def trainer(folder: Path, after: str) -> list[str]:
