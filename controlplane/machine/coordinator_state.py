@@ -45,9 +45,9 @@ class Member(Struct, frozen=True, kw_only=True, gc=False):
     hello: Hello
     state: str
     fresh: bool
-    joined: bool = False
-    settled: bool = False
-    away_us: int = 0
+    joined: bool
+    settled: bool
+    away_us: int
     seq: Count = 0
     status: AgentStatus | None = None
     status_us: int = 0

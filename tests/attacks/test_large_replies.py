@@ -13,7 +13,6 @@ from controlplane.bus import bus_loop
 from controlplane.bus.bus import Bus
 from controlplane.bus.operator import ask_status
 from controlplane.cli.__main__ import cli
-from controlplane.machine.coordinator_state import Member
 from controlplane.machine.status import OPEN_MAX, WAITS_FOR_MAX, fleet_status
 from controlplane.record.log import RunLog
 from schemas import wire
@@ -34,13 +33,14 @@ def large_fleet() -> FleetStatus:
     """4,096 agents that wait for a hundred commands."""
     bus = Coordinator("0.0")
     status = AgentStatus(ready=True, engine="sglang 0.5.23", generating=True, tokenizer="present")
-    hello = bus.state.members["0.0"].hello
+    member = bus.state.members["0.0"]
     members = {
-        f"{replica}.0": Member(
+        f"{replica}.0": replace(
+            member,
             peer=f"{replica}.0/a",
-            hello=replace(hello, identity=Identity(replica=replica, node_rank=0), host=f"node-{replica:04}.cluster"),
-            state="live",
-            fresh=False,
+            hello=replace(
+                member.hello, identity=Identity(replica=replica, node_rank=0), host=f"node-{replica:04}.cluster"
+            ),
             status=status,
         )
         for replica in range(AGENTS)

@@ -63,9 +63,10 @@ def test_a_replica_with_other_bytes_than_most_of_its_layout_is_left_out(
         assert (seen.phase, seen.quarantine) == ("commit", quarantine)
 
 
-def test_the_report_names_it_and_says_what_was_found() -> None:
+@pytest.mark.parametrize("paused", [Skipped(Reason.QUARANTINED), DONE], ids=["before", "by the commit"])
+def test_the_report_names_it_and_says_what_was_found(paused: Outcome) -> None:
     bus = after_load(loaded(A), loaded(B), loaded(A))
-    bus.answer(a0_0=DONE, a1_0=Skipped(Reason.QUARANTINED), a2_0=DONE)
+    bus.answer(a0_0=DONE, a1_0=paused, a2_0=DONE)
     (report,) = bus.synced
     assert (report.status, report.loaded, report.quarantined) == ("committed", (0, 2), (1,))
     (failed,) = (line.conclusion for line in report.phases[1].outcomes if isinstance(line.conclusion, Failed))

@@ -84,7 +84,7 @@ def leaves_a_hole(state: AgentState, event: CommandReceived, effects: list[Effec
 
 def enter_epoch(state: AgentState, epoch: int) -> AgentState:
     """Follow a newer epoch. What is missing must be requested again, from the new bus."""
-    return state if epoch <= state.epoch else replace(state, epoch=epoch, reorder_buffer=(), resend_from=0)
+    return state if epoch <= state.epoch else replace(state, epoch=epoch, reorder_buffer=())
 
 
 def continues_history(state: AgentState, event: CommandReceived) -> bool:
