@@ -3,13 +3,12 @@
 `ObservedEngine` is all that an observing agent has: it holds an `EngineReader`, which can't change the engine.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from anyio import move_on_after, to_thread
+from anyio import create_task_group, move_on_after, to_thread
 from msgspec import Struct
 
 from schemas.errors import CheckpointError, ConfigError, EngineError, RefusedError, UnansweredError
@@ -247,13 +246,21 @@ def listed_adapters(models: object, root: Path | None) -> dict[str, str]:
 
 async def at_once(*reads: Callable[[], Awaitable[Any]]) -> list[Any]:
     """Return what each read returns, all made at once. Raises EngineError if one does, or was cancelled from within."""
-    found = await asyncio.gather(*(read() for read in reads), return_exceptions=True)
-    for each in found:
-        if isinstance(each, asyncio.CancelledError):
-            raise EngineError("a task that read the engine was cancelled from within.")
-        if isinstance(each, BaseException):
-            raise each
-    return found
+    found: dict[int, Any] = {}
+    failed: list[EngineError] = []
+
+    async def make(place: int, read: Callable[[], Awaitable[Any]]) -> None:
+        try:
+            found[place] = await read()
+        except EngineError as error:
+            failed.append(error)
+
+    async with create_task_group() as tasks:
+        for place, read in enumerate(reads):
+            tasks.start_soon(make, place, read)
+    if failed or len(found) < len(reads):
+        raise failed[0] if failed else EngineError("a task that read the engine was cancelled from within.")
+    return [found[place] for place in range(len(reads))]
 
 
 def require_configured(
