@@ -6,6 +6,7 @@ from msgspec.structs import replace
 from schemas import events
 from schemas.commands import (
     Checkpoint,
+    Command,
     EngineCommand,
     EpochStart,
     Finish,
@@ -331,7 +332,7 @@ def test_a_late_joiner_tries_to_open_the_session_only_once() -> None:
 
 # --- a restart in the middle of a call --------------------------------------------------------------------------------
 
-COMMANDS = {"pause": PAUSE, "start_profile": START}
+COMMANDS: dict[str, Command] = {"pause": PAUSE, "start_profile": START}
 """Commands of which each leads to exactly this call. tests/unit/test_unanswered.py has all calls."""
 NOT_DONE = {"pause": PRESENT, "start_profile": replace(PRESENT, profiling=True)}
 
