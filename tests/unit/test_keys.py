@@ -321,13 +321,6 @@ def test_each_row_of_the_table_of_permissions(
     assert (says in found) if says else (found == "")
 
 
-@pytest.mark.parametrize(("places", "named"), [(8, "6, 7"), (9, "6, 7, …")])
-def test_a_refusal_names_eight_places_of_a_key_and_says_if_there_are_more(places: int, named: str) -> None:
-    hello = next(sample for sample in SAMPLES if type(sample) is wire.Hello)
-    found = refusal(Grant(name="k", role="agent", places=tuple(map(str, range(places)))), hello, "9.0")
-    assert f"{named}, and may not be agent 9.0" in found
-
-
 def test_every_message_from_a_peer_is_in_the_table_of_permissions() -> None:
     decided = {kind for kinds in MAY_SEND.values() for kind in kinds}
     assert decided == set(get_args(wire.Upward)) | set(get_args(wire.Operator))
