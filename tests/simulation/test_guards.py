@@ -291,7 +291,7 @@ GUARDS: Guards = {
         ),
         # An agent that is ahead of a log that lost its tail waits for what will never come.
         "position per epoch": Guard(
-            "replace(state, epoch=epoch, reorder_buffer=(), resend_from=0)",
+            "replace(state, epoch=epoch, reorder_buffer=())",
             "replace(state, epoch=epoch, snapshot_epoch=epoch * state.joined, reorder_buffer=())",
             48,
             "convergence",

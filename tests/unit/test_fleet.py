@@ -353,6 +353,12 @@ def test_a_node_that_disagrees_with_a_live_one_of_its_replica_is_turned_away(
     assert set(bus.state.members) == {first} and bus.pinged == [f"{first}/a"]
 
 
+def test_a_node_that_claims_to_be_the_whole_replica_is_turned_away_while_another_lives() -> None:
+    bus = Coordinator("0.1")
+    bus.hello("0.0", nnodes=1)
+    assert isinstance(bus.sent[0][1], Rejoin)
+
+
 def test_a_replica_whose_nodes_are_all_away_returns_with_another_shape_its_first_node_first() -> None:
     bus = Coordinator("0.0", "0.1")
     bus.lose("0.0")
