@@ -12,7 +12,7 @@ from collections import deque
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from anyio import CancelScope, to_thread
 
@@ -40,7 +40,7 @@ from schemas.commands import (
     durable_source,
 )
 from schemas.config import BusConfig, milliseconds, within_bounds
-from schemas.errors import BusAddressError, BusClosed, ConfigError
+from schemas.errors import BusAddressError, BusClosed, BusFaulted, ConfigError
 from schemas.identity import TIME_MAX_MS, Identity, InFlight
 from schemas.logs import logger_of
 from schemas.profiler.config import ProfilerConfig
@@ -56,6 +56,8 @@ from schemas.transport.sockets import Context
 
 logger = logger_of("plane")
 
+STATUS_MS: Final = 5_000
+"""Longest time that `status` waits for a bus before it looks whether its log hangs."""
 StrPath = str | os.PathLike[str]
 
 
@@ -242,7 +244,15 @@ class ControlPlane(EngineCommands):
         Raises:
             BusClosed: The bus has ended.
         """
-        return self.bus.status()
+        bus = self.bus
+        if held_up := bus.status_if_held_up():
+            return held_up
+        try:
+            return bus.run_soon(partial(_status, bus), STATUS_MS).wait()
+        except BusFaulted:  # the disk began to hang meanwhile
+            if held_up := bus.status_if_held_up():
+                return held_up
+            raise
 
     def serving(self) -> dict[int, int]:
         """Return the replicas that serve at this moment, each with the version that it is proven to serve.
@@ -559,3 +569,7 @@ class ControlPlane(EngineCommands):
         self._record_samples()
         self._step = max(0, global_step)
         return Step(self._profiling, global_step)
+
+
+async def _status(bus: Bus) -> FleetStatus:
+    return bus.status()

@@ -26,6 +26,8 @@ logger = logger_of("keys")
 logger.addFilter(RateLimit())  # any program may try to connect
 
 ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
+ASKED_MAX: Final = 1_000
+"""Questions that another thread answers at once."""
 _VERSION: Final = b"1.0"
 
 
@@ -68,6 +70,13 @@ class Access:
                 handler.send_nowait(self._answer(frames))
             except Exception:  # rule 1: a handler that ended would shut all peers out
                 logger.exception("a connection was refused, since its request could not be answered")
+
+    def answer_elsewhere(self, handler: AsyncZmqSocket) -> None:
+        """Answer what libzmq has asked, in another thread while the handler's own is held up."""
+        for _ in range(ASKED_MAX):
+            if (frames := handler.take_elsewhere()) is None:
+                return
+            handler.send_elsewhere(self._answer(frames))
 
     async def changed(self, interval_s: float) -> bool:
         """Return when the list has been replaced, because the folder has changed, and whether a key lost its grant."""

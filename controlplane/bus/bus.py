@@ -52,8 +52,8 @@ R = TypeVar("R")
 class Bus(BusLoop):
     """One life of the bus on one run's log. `async with Bus(...) as bus:`, under asyncio.
 
-    `publish`, `sync`, `retire`, `view`, `status`, `run_soon` and `watch` may be called from any thread, everything else
-    in the loop of the bus. Entering raises AddressInUse, BusAddressError, KeyFileError or LogError.
+    `publish`, `sync`, `retire`, `view`, `run_soon` and `watch` may be called from any thread, everything else in the
+    loop of the bus. Entering raises AddressInUse, BusAddressError, KeyFileError or LogError.
 
     The arguments are those of `ControlPlane`. The log is open, and the bus closes it. Keys are not for `inproc://`. A
     bus with keys has a context of its own unless it is given one, since a context has one handler for keys.
@@ -177,12 +177,6 @@ class Bus(BusLoop):
             self._view = FleetView(state)
         return self._view
 
-    def status(self) -> FleetStatus:
-        """Return the fleet as of the newest turn. Raises BusClosed once the bus has ended."""
-        if self._exited:
-            raise _closed(self.address)
-        return super().status()
-
     def refresh_statuses(self) -> int:
         """Let the next heartbeat of every agent count as news. Returns when, after all that had arrived by then."""
         self.begin()
@@ -299,7 +293,8 @@ class Bus(BusLoop):
             self._handler = self._access.bind(self._context)
             stack.callback(self._handler.close, 0)
         inbox = Inbox(self._log, self._access.grant_of if self._access is not None else None)
-        self.prepare(inbox)
+        admit = partial(self._access.answer_elsewhere, self._handler) if self._access is not None else None
+        self.prepare(inbox, admit)
 
     async def _bind(self, stack: AsyncExitStack) -> None:
         pair = self._access.pair if self._access is not None else None

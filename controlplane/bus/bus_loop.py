@@ -12,12 +12,16 @@ Rule 3  A bus that can't write stops deciding and sends agents nothing, not even
         engine stays paused. Callers get BusFaulted; operators still get the status. So does a bus whose turn raised
         anything else: whatever the cause, no caller waits for a bus that is dead.
 Rule 4  A log that only takes long is waited for, up to a lease, by when the agents have left the bus anyway. Meanwhile
-        another thread (`watch`) ends tickets at their deadlines. A commit keeps the loop, so nothing is read or sent.
+        another thread (`watch`) ends tickets at their deadlines. A commit keeps the loop, so it takes that one's place
+        at the sockets: operators get the status as of the turn before, and what agents send is kept for the turns to
+        come. `_lock` belongs to the loop at all times but during a commit, and only its holder touches the sockets.
 """
 
+import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Final, assert_never
 
@@ -63,6 +67,10 @@ FLUSH_RECORDS: Final = 128
 """And how many: to commit 900 uploads of a large fleet, and to acknowledge them, took 6 ms."""
 STALLED_US: Final = 1_000_000
 """A head beacon that is later than this shows that the bus itself did not run."""
+LOOK_S: Final = 0.05
+"""How long a look at a loop that is held up waits for another one."""
+KEPT_BYTES_MAX: Final = 64 * 1024 * 1024
+"""Bytes of messages that another thread reads and keeps for the loop."""
 FLOODED: Final = "peers subscribe faster than the bus can take in"
 _NIL: Final = b"\xc0"
 
@@ -88,6 +96,7 @@ class BusLoop:
         self._pending_notifications: list[tuple[events.CoordinatorEvent, events.CoordinatorEffects]] = []
         self.insecure = False
         self._log, self._config = log, config
+        self._admit: Callable[[], None] | None = None
         self._skew_us = 0
         self._arrived: deque[list[bytes]] = deque()
         self._unreachable: list[str] = []
@@ -98,13 +107,22 @@ class BusLoop:
         self._deadline: tuple[CoordinatorState, int | None] | None = None  # what the newest state asked for
         self._timer = Timer(self._on_time)
         self.clock = TurnClock(log.path, config, self.now_us, lambda: log.copy_behind)
+        self._lock = threading.Lock()
+        self._touched = False  # another thread has touched the sockets
         self._changed: anyio.Event | None = None  # while a state is waited for
 
-    def prepare(self, inbox: Inbox) -> None:
-        """Make ready for the first turn, in the loop of the bus."""
+    def prepare(self, inbox: Inbox, admit: Callable[[], None] | None) -> None:
+        """Make ready for the first turn, in the loop of the bus.
+
+        Args:
+            inbox: What arrives.
+            admit: Lets peers with good keys connect, from another thread. None for a bus without keys; with them, each
+                message on the router begins with its sender's key.
+        """
         # Under uvloop, the loop's clock has a resolution of one millisecond, which is too coarse for a latency.
         self._skew_us = int(anyio.current_time() * 1_000_000) - time.monotonic_ns() // 1000
-        self.inbox = inbox
+        self.inbox, self._admit = inbox, admit
+        self._lock.acquire()
         self._next_head_us = self.now_us()
 
     def now_us(self) -> int:
@@ -117,16 +135,21 @@ class BusLoop:
         return max(0, now_us - self.inbox.last_heard_us.get(peer, now_us))
 
     def watch(self) -> None:
-        """End what must end in time, though the loop hangs (rule 4). Called by a thread."""
+        """End what must end in time, and answer operators, though the loop hangs (rule 4). Called by a thread."""
         if count := self.publisher.cut_off_floods():
             logger.warning("cut off %d connections: %s", count, FLOODED)
         if self.publisher.held_s * 1_000_000 > STALLED_US:  # that of a turn too: it is not the disk
             self.callers.expire(self.now_us(), BusFaulted(f"{FLOODED}, or this process leaves it no time to run"))
             return
         self.clock.watch(self.callers, self._fault)
+        if self.clock.hold_up and self._lock.acquire(blocking=False):
+            try:
+                self._answer_elsewhere()
+            finally:
+                self._lock.release()
 
     def status(self) -> FleetStatus:
-        """Return the fleet as of the newest turn. May be called from any thread."""
+        """Return the fleet at this moment."""
         now_us = self.now_us()
         fleet = fleet_status(
             self.state,
@@ -255,7 +278,7 @@ class BusLoop:
 
     def _note_backlog(self, messages: list[list[bytes]]) -> None:
         """While messages wait, add up each connection's share of the turns, and cut off who floods the bus."""
-        place = int(self.inbox.keyed)
+        place = 0 if self._admit is None else 1
         for connection, count in Counter(frames[place] for frames in messages).items():
             self._floods[connection] += count / TURN_MAX
         newest = messages[-1][place]
@@ -329,7 +352,8 @@ class BusLoop:
         """Write the group. Returns False if that fails, and then the bus has stopped (rule 3)."""
         self._flush_us = None
         try:
-            self._write_group()
+            with self._lent():
+                self._write_group()
         except LogError as error:
             self.stop(error)
         return self.fault is None  # `watch` may have found that it took too long
@@ -425,6 +449,59 @@ class BusLoop:
             self._answer(peer, self.state.epoch, self.state.seq, reply)
         self.inbox.time_replies.clear()
 
+    # --- while a commit keeps the loop --------------------------------------------------------------------------------
+
+    @contextmanager
+    def _lent(self) -> Iterator[None]:
+        """Let another thread have the sockets during the block."""
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
+            if self._touched:
+                self._touched = False
+                self.router.recheck()
+
+    def _answer_elsewhere(self) -> None:
+        """Answer operators in place of the loop, in another thread."""
+        self._touched, arrived = True, self._arrived
+        if self._admit is not None:
+            self._admit()
+        kept = [frames for frames in arrived if not self._is_answered(frames)]
+        arrived.clear()
+        arrived.extend(kept)
+        self.callers.expire(self.clock.expired_us, BusFaulted(self.clock.hold_up), self._reply_elsewhere)
+        nbytes = sum(len(frames[-1]) for frames in kept)
+        while nbytes < KEPT_BYTES_MAX and (frames := self.router.take_elsewhere()) is not None:
+            if not self._is_answered(frames):
+                arrived.append(frames)
+                nbytes += len(frames[-1])
+
+    def status_if_held_up(self) -> FleetStatus | None:
+        """Return the fleet as of the last turn while a commit keeps the loop; else None. In any thread."""
+        if not self.clock.hold_up or not self._lock.acquire(timeout=LOOK_S):
+            return None
+        try:
+            return self.status()
+        finally:
+            self._lock.release()
+
+    def _is_answered(self, frames: list[bytes]) -> bool:
+        if (asked := self.inbox.operator_request(frames)) is None:
+            return False
+        connection, request, is_observer = asked
+        if isinstance(request, wire.StatusRequest):
+            self._reply_elsewhere(connection, replace(self.status(), read_only=is_observer))
+        else:
+            refused = wire.RequestRejected(reason=f"{self.clock.hold_up}. {NOTHING_SENT}")
+            self._reply_elsewhere(connection, refused)
+        return True
+
+    def _reply_elsewhere(self, connection: bytes, reply: wire.Reply) -> None:
+        for body in wire.encode_reply(reply):
+            self.router.send_elsewhere(self._framed(connection, body))
+
     # --- operators ----------------------------------------------------------------------------------------------------
 
     def _handle_requests(self) -> None:
@@ -437,16 +514,18 @@ class BusLoop:
             elif (
                 reason := self.fault
                 and f"{self.fault}. {NOTHING_SENT}"
-                or self.callers.add_operator(connection, request)
+                or self.callers.add_operator(self.now_us(), connection, request)
             ):
                 self._reply(connection, wire.RequestRejected(reason=reason))
         for connection, reply in replies.items():
             self._reply(connection, reply)
 
     def _reply(self, connection: bytes, reply: wire.Reply | wire.Rejoin) -> None:
-        header = wire.encode_header(self.state.epoch, 0, self.state.seq)
         for body in wire.encode_reply(reply):
-            self.router.send_nowait([connection, header, body])
+            self.router.send_nowait(self._framed(connection, body))
+
+    def _framed(self, connection: bytes, body: bytes) -> list[bytes]:
+        return [connection, wire.encode_header(self.state.epoch, 0, self.state.seq), body]
 
     def _wake_watchers(self) -> None:
         if self._changed is not None:

@@ -91,6 +91,7 @@ class _OperatorTicket(NamedTuple):
 
     connection: bytes
     reply: Callable[[bytes, Reply], None]
+    deadline_us: int
 
     def resolve(self, result: Report | SyncReport | FleetStatus) -> None:
         self.reply(self.connection, result)
@@ -184,22 +185,33 @@ class Callers:
                     return True
         return False
 
-    def expire(self, now_us: int, error: BusError) -> None:
-        """Fail the tickets of this process whose deadlines have passed while no turn could conclude them."""
+    def expire(self, now_us: int, error: BusError, reply: Callable[[bytes, Reply], None] | None = None) -> None:
+        """Fail the tickets whose deadlines have passed while no turn could conclude them.
+
+        Args:
+            now_us: This moment on the clock of the bus.
+            error: What each of them raises.
+            reply: Sends a message to an operator: only theirs are failed. None for those of this process.
+        """
         for number, ticket in list(self._tickets.items()):
-            if isinstance(ticket, Ticket) and now_us > ticket.deadline_us:
+            if now_us > ticket.deadline_us and isinstance(ticket, _OperatorTicket) is (reply is not None):
                 told = _with_fate(error, number, queued=self._unqueue(number))
                 self._tickets.pop(number, None)
+                if isinstance(ticket, _OperatorTicket) and reply is not None:
+                    ticket = ticket._replace(reply=reply)
                 ticket.fail(told)
 
-    def add_operator(self, connection: bytes, request: Submit | SyncRequest | Retire) -> str | None:
-        """Queue what an operator asks for, or return the reason why not."""
+    def add_operator(self, now_us: int, connection: bytes, request: Submit | SyncRequest | Retire) -> str | None:
+        """Queue what an operator asks for at this moment, or return the reason why not."""
         if isinstance(request, Submit) and not isinstance(request.command, PUBLISHABLE):
             return NOT_PUBLISHABLE
         if sum(isinstance(ticket, _OperatorTicket) for ticket in tuple(self._tickets.values())) >= OPERATORS_MAX:
             return f"{OPERATORS_MAX} commands of operators are open already: wait for one of them to end"
         number = next(self._numbers)
-        self._tickets[number] = _OperatorTicket(connection, self._reply)
+        timeout_us = 0 if isinstance(request, Retire) else request.timeout_ms * 1000
+        if isinstance(request, SyncRequest):
+            timeout_us *= PHASES
+        self._tickets[number] = _OperatorTicket(connection, self._reply, now_us + timeout_us)
         if isinstance(request, SyncRequest):
             self._pending_syncs.append((number, request))
             if self._asked is not None:

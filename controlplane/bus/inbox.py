@@ -73,7 +73,6 @@ class Inbox:
         time_replies: For agents that asked for the time; to be completed and sent at once.
         request_counts: What each peer last said of its engine's requests.
         operators_only: Messages of agents are ignored from now on.
-        keyed: Each message begins with its sender's key.
         keys_changed: Set it when `grant_of` may answer differently from now on.
     """
 
@@ -86,7 +85,6 @@ class Inbox:
         self.last_heard_us: dict[str, int] = {}
         self.request_counts: dict[str, RequestCounts] = {}
         self.operators_only = self.keys_changed = False
-        self.keyed = grant_of is not None
         self.malformed = 0
         self._log, self._grant_of = log, grant_of
         self._answers: list[events.PeerAnswer] = []
@@ -141,6 +139,22 @@ class Inbox:
             self._newest = header, wire.decode_upward(body)
             self._newest_frames = frames
         return self._newest
+
+    def operator_request(self, frames: list[bytes]) -> tuple[bytes, wire.Operator, bool] | None:
+        """Return the entry for `requests` of a message from an operator that may send it; None for any other.
+
+        Changes nothing, so the message can still be passed to `receive`.
+        """
+        grant = None
+        if self._grant_of is not None:
+            grant, frames = self._grant_of(frames[0]), frames[1:]
+        try:
+            message = wire.decode_upward(wire.parse_frames(frames[1:])[1])
+        except WireError:
+            return None
+        if not isinstance(message, wire.Operator) or _denial_reason(grant, message, None):
+            return None
+        return frames[0], message, isinstance(grant, Grant) and grant.role == "observer"
 
     def take_events(self) -> list[events.CoordinatorEvent]:
         """Return the events of the messages received since the last call."""

@@ -109,8 +109,8 @@ async def _ask(
                 if isinstance(reply, expected):
                     return reply
     raise BusUnreachable(
-        f"no bus answered at {bus} within {timeout_s:g} s. Is the trainer running, is this its address, can it be "
-        "reached from this machine, and does the disk of its log take records?"
+        f"no bus answered at {bus} within {timeout_s:g} s. Is the trainer running, is this its address, and can it be "
+        "reached from this machine?"
     )
 
 

@@ -39,7 +39,7 @@ class Recent:
         """Return the time from publishing a command to the newest answer of each agent."""
         return {
             outcome.agent: outcome.latency_us
-            for report in tuple(self._reports)  # another thread may ask
+            for report in self._reports
             for outcome in report.outcomes
             if not isinstance(outcome.conclusion, Missing)
         }
@@ -48,7 +48,7 @@ class Recent:
         """Return the last failures, the newest first."""
         return tuple(
             RecentFailure(ago_ms=max(0, now_us - at_us) // 1000, text=text, times=times)
-            for at_us, text, times in reversed(tuple(self._failures.values()))
+            for at_us, text, times in reversed(self._failures.values())
         )
 
 

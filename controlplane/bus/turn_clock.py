@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from controlplane.bus.callers import REASON_MAX, Callers
+from controlplane.tickets import FOREVER_US
 from schemas.config import BusConfig
 from schemas.errors import BusFaulted, BusHeldUp, LogError
 from schemas.logs import logger_of
@@ -48,6 +49,11 @@ class TurnClock:
     def too_long(self) -> bool:
         """Whether the turn under way has taken longer than the leases of the agents."""
         return self._took_us > self._lease_us
+
+    @property
+    def expired_us(self) -> int:
+        """Deadlines before this moment have passed: all of them, once the turn under way has taken too long."""
+        return FOREVER_US if self.too_long else self._now_us()
 
     @property
     def hold_up(self) -> str:

@@ -9,7 +9,9 @@ Rule 1  Try first. On "would block" read EVENTS; wait for the descriptor only if
 Rule 2  The loop itself watches the descriptor. At an edge, and after each touch while tasks wait, EVENTS is read, and
         those whose flag is set are woken. For a handler that the loop calls, EVENTS is read after it, once.
 Rule 3  After BURST messages without a pause the task yields, so that a flood can't starve the loop.
-Rule 4  One thread and one event loop per socket, checked. Waiters are woken before the descriptor is closed.
+Rule 4  One thread and one event loop per socket, checked. Waiters are woken before the descriptor is closed. Another
+        thread may touch it while that one is held up outside, by the methods that end in `elsewhere`: the caller has a
+        lock that the owner needs before it goes on, and the owner then calls `recheck`.
 Rule 5  While waiting, read EVENTS every SAFETY_POLL_S. What is found without an edge is counted in `safety_polls`. That
         number must stay 0; a fault then costs latency instead of a hang.
 
@@ -152,6 +154,19 @@ class AsyncZmqSocket:
             self._burst += len(messages)
             self._touched()
         return messages
+
+    def take_elsewhere(self) -> list[bytes] | None:
+        """Return the frames of the next message, or None, in another thread than the socket's (rule 4)."""
+        return self._next()
+
+    def send_elsewhere(self, frames: Sequence[bytes]) -> None:
+        """Queue one message if that is possible, in another thread than the socket's (rule 4)."""
+        self._send_now(frames)
+
+    def recheck(self) -> None:
+        """Wake the waiters for what another thread has left on the socket."""
+        self._check()
+        self._read_events()
 
     def _next(self) -> list[bytes] | None:
         """The next message. The caller reads EVENTS afterwards."""

@@ -7,6 +7,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import pytest
 import zmq
 
 from controlplane import ControlPlane
-from controlplane.bus import bus_loop
+from controlplane.bus import bus_loop, operator
 from controlplane.bus import thread as bus_thread
 from controlplane.bus.bus import Bus
 from controlplane.bus.callers import Callers
+from controlplane.bus.key_folder import KeyFolder
 from controlplane.bus.operator import ask_status
 from controlplane.bus.turn_clock import TurnClock
 from controlplane.machine import coordinator, events
@@ -27,11 +29,12 @@ from controlplane.tickets import Ticket
 from schemas import wire
 from schemas.commands import Pushed, Target
 from schemas.config import BusConfig
-from schemas.errors import BusClosed, BusFaulted, LogError
+from schemas.errors import BusClosed, BusFaulted, CommandError, LogError
 from schemas.events import Resume
 from schemas.reports import Report
 from schemas.storage import database
 from schemas.storage.record_file import RecordFile
+from schemas.transport.keys import KeySource
 from schemas.transport.sockets import Context, agent_dealer
 from tests.unit.small_bus import FLUSH, PAUSE, PRIMARY, Engine, running
 from tests.unit.test_plane import ADDRESS, agents, checkpoint
@@ -260,6 +263,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 
 def test_nothing_waits_for_a_disk_that_hangs(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bus_thread, "CLOSE_S", 0.1)
+    monkeypatch.setattr("controlplane.plane.STATUS_MS", 1_000)
     config = BusConfig(head_interval_ms=50, agent_timeout_ms=1_000, lease_ms=2_500)
     plane = ControlPlane(ADDRESS, log=tmp_path / "run.db", config=config)
     plane.open()
@@ -284,24 +288,65 @@ def test_nothing_waits_for_a_disk_that_hangs(tmp_path: Path, disk: Disk, monkeyp
     RunLog.open(tmp_path / "run.db").close()
 
 
-def test_a_status_says_since_when_a_disk_hangs_and_has_the_fleet_as_last_known(tmp_path: Path, disk: Disk) -> None:
+@pytest.mark.parametrize("keyed", [False, True])
+def test_operators_are_told_since_when_a_disk_hangs_and_the_fleet_as_last_known(
+    tmp_path: Path, disk: Disk, keyed: bool
+) -> None:
+    keys = None
+    if keyed:
+        folder = KeyFolder(tmp_path / "keys")
+        folder.make_server()
+        keys = KeySource.find(folder.add("tester", "observer", ()))
     with (
-        ControlPlane(ADDRESS, log=tmp_path / "run.db", config=QUICK) as plane,
-        agents(plane.address, tmp_path, {PRIMARY: Engine()}),
+        ControlPlane(ADDRESS, log=tmp_path / "run.db", config=QUICK, keys=folder.path if keyed else None) as plane,
+        agents(plane.address, tmp_path, {} if keyed else {PRIMARY: Engine()}),
         contextlib.ExitStack() as stack,
     ):
-        plane.wait_for_agents(1, timeout=20).wait()
+        ask = partial(anyio.run, ask_status, plane.address, 20, keys)
+        if not keyed:
+            plane.wait_for_agents(1, timeout=20).wait()
         disk.clear()
         stack.callback(disk.set)  # before they close
         ticket = plane.flush(timeout=60)
-        wait_until(lambda: bool(plane.status().hold_up))
-        fleet = plane.status()
-        assert "has taken no record for" in fleet.hold_up and "All this is from before" in fleet.hold_up
-        assert fleet.warnings[0] == fleet.hold_up and [line.agent for line in fleet.agents] == ["0.0"]
+        assert disk.holds_up.wait(20)  # a turn that still answers may begin before the one that hangs
+        for _ in range(2):
+            fleet = ask()
+            assert "has taken no record for" in fleet.hold_up and "All this is from before" in fleet.hold_up
+            assert fleet.warnings[0] == fleet.hold_up and fleet.read_only is keyed
+            assert [line.agent for line in fleet.agents] == ([] if keyed else ["0.0"])
+        assert plane.status().hold_up
         disk.set()
         ticket.wait(20)
         wait_until(lambda: not plane.status().hold_up)
-        assert plane.pause().wait(20).acted == ("0.0",)
+        assert ask().hold_up == "" and plane.bus.router.safety_polls == 0
+        assert plane.pause().wait(20).acted == (() if keyed else ("0.0",))
+
+
+@pytest.mark.parametrize("lease_ms", [60_000, 2_500])
+def test_an_operator_whose_command_meets_a_disk_that_hangs_hears_of_it_in_time(
+    tmp_path: Path, disk: Disk, lease_ms: int
+) -> None:
+    config = BusConfig(head_interval_ms=50, agent_timeout_ms=1_000, lease_ms=lease_ms)
+    with contextlib.suppress(BusFaulted), ControlPlane(ADDRESS, log=tmp_path / "run.db", config=config) as plane:
+        address, stops = plane.address, lease_ms < 60_000
+        disk.clear()
+        try:
+            with pytest.raises(
+                CommandError, match=r"has taken no record for \d+ s: its disk hangs.*Agents may have it"
+            ):
+                anyio.run(partial(operator.submit, address, FLUSH, ALL, 60 if stops else 1))
+            for command in (
+                partial(operator.submit, address, PAUSE, ALL, 60),
+                partial(operator.sync, address, "weights"),
+                partial(operator.retire, address, ("0.0",)),
+            ):
+                with pytest.raises(CommandError, match=r"has taken no record for .*its disk hangs.*Nothing was sent"):
+                    anyio.run(command)
+        finally:
+            disk.set()
+        wait_until(lambda: not plane.status().hold_up or stops)
+    issued = [entry.typed_event() for entry in RunLog.read(tmp_path / "run.db") if entry.kind == "issued"]
+    assert [event.command for event in issued] == [FLUSH]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("during", ["open", "first_record"])
