@@ -31,7 +31,7 @@ PURE = (
     *("controlplane/record/entries.py", "controlplane/record/marks.py", "controlplane/replay/replayer.py"),
     *("controlplane/analysis/*.py", "controlplane/report/model.py", "controlplane/report/fleet_history.py"),
     *("controlplane/report/causes.py", "controlplane/report/collect.py", "controlplane/report/game_day.py"),
-    *("controlplane/timeline/alignment.py", "controlplane/timeline/survey.py"),
+    "controlplane/timeline/survey.py",
     *("controlplane/timeline/fleet_tracks.py", "controlplane/timeline/tracks.py"),
     "controlplane/trainers/gateway/routes.py",
     *("workers/machine/*.py", "workers/engine.py", "workers/link/clocks.py"),
