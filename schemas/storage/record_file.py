@@ -10,8 +10,8 @@ Theory of operation.
 - There is one writer: it holds a lock until it closes or dies. There can be any number of readers, also
   while it writes.
 - Before a commit the writer looks whether its file is still there, and whole. If another program deleted, replaced or
-  cut it, no record is written any more: it could not be found. A look costs as much as half a small commit, so a writer
-  may do with less than one for each.
+  cut it, no record is written any more: it could not be found. A look costs a fifth of a small commit, so a writer may
+  do with less than one for each.
 """
 
 import contextlib

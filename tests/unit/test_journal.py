@@ -15,7 +15,7 @@ from schemas.storage import filesystems, record_file
 from schemas.storage.records import RecordReader
 from tests.unit import journal_files
 from workers.link import journal as journal_module
-from workers.link.journal import LOOK_S, RECENT_MAX, Journal, archive_journal
+from workers.link.journal import LOOK_S, Journal, archive_journal
 from workers.machine.decide import LOGIC, decide
 
 SECOND = Identity(replica=0, node_rank=1, nnodes=2)
@@ -87,9 +87,7 @@ def test_a_journal_continues_where_it_was_committed(path: Path) -> None:
     assert opened(killed / path.name).number == 110
 
 
-@pytest.mark.parametrize("recent", [RECENT_MAX, 10], ids=["from memory", "from the file, but for the last"])
-def test_batches_follow_each_other_wherever_they_end(path: Path, monkeypatch: pytest.MonkeyPatch, recent: int) -> None:
-    monkeypatch.setattr(journal_module, "RECENT_MAX", recent)
+def test_batches_follow_each_other_wherever_they_end(path: Path) -> None:
     journal = opened(path)
     grow(journal, 200, group=7)
     for count in (1, 5, 7, 10, 300):

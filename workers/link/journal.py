@@ -14,9 +14,6 @@ journal was written by other logic, and continuing from it would be guessing.
 import contextlib
 import os
 import secrets
-from collections import deque
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Final, Literal, NoReturn
 
@@ -38,10 +35,8 @@ MARK_EVERY: Final = 4096
 """Decisions between two marks. The file holds about twice as many, and those that the bus does not have yet."""
 UNCOMMITTED_MAX: Final = 1024
 """Most decisions that wait in memory for a commit."""
-RECENT_MAX: Final = 256
-"""Most decisions that are also kept in memory until the bus has them. To read one back costs as much as to write it."""
 LOOK_S: Final = 1.0
-"""Seconds in which the file is looked at once."""
+"""Seconds in which the file is looked at once: each look costs as much as a fifth of a commit."""
 
 
 class JournalMark(Struct, frozen=True, kw_only=True):
@@ -86,7 +81,6 @@ class Journal:
         self._agent = agent
         self._dropped = file.first_position - 1  # the last decision that was dropped
         self._marks = file.mark_positions()
-        self._recent: deque[bytes] = deque(maxlen=RECENT_MAX)  # the last is the decision `number`
         self.number = self._dropped
 
     @classmethod
@@ -128,9 +122,8 @@ class Journal:
 
     def append(self, event: Event, effects: tuple[Effect, ...], state: AgentState) -> None:
         """Add one decision. It is on disk after the next `commit`. Raises AgentError if it cannot be written."""
-        kind, body = str(event.__struct_config__.tag), encode(_Decided(event, effects))
-        self.number = self._file.append(kind, self._agent, wall_clock_ns(), body)
-        self._recent.append(body)
+        kind = str(event.__struct_config__.tag)
+        self.number = self._file.append(kind, self._agent, wall_clock_ns(), encode(_Decided(event, effects)))
         self.state = state
         if self._file.pending >= UNCOMMITTED_MAX:
             self.commit()
@@ -157,26 +150,18 @@ class Journal:
         """
         decisions: list[Decision] = []
         first = max(number, self._dropped) + 1
-        for body in self._bodies(first):
-            decision = _decision_decoder.decode(body)
+        for record in self._file.records(first):
+            decision = _decision_decoder.decode(record.body)
             nbytes -= len(decision.event) + len(decision.effects)
             if decisions and (nbytes < 0 or len(decisions) >= count):
                 break
             decisions.append(decision)
+            if record.position == self.committed:  # to ask the file for more would cost as much as they did
+                break
         return first, tuple(decisions)
-
-    def _bodies(self, first: int) -> Iterator[bytes]:
-        """Committed decisions from `first` on, as they were written."""
-        oldest = self.number - len(self._recent) + 1
-        if first < oldest:
-            yield from (record.body for record in self._file.records(first))
-        else:
-            yield from islice(self._recent, first - oldest, max(0, self.committed + 1 - oldest))
 
     def release(self, through: int) -> None:
         """Drop decisions up to and including `through`, which the bus has, unless they are needed for a restart."""
-        while self._recent and self.number - len(self._recent) < through:
-            self._recent.popleft()
         safe = max((mark for mark in self._marks if mark <= through), default=0)
         if safe - self._dropped >= MARK_EVERY:
             self._file.drop_before(safe + 1)
