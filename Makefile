@@ -113,7 +113,7 @@ lint: $(VENV)/.ready
 docs: $(VENV)/.docs-ready
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs build/docs
 
-# All benchmarks, one after the other, on a machine that does nothing else: about 25 minutes. Then their figures go into
+# All benchmarks, one after the other, on a machine that does nothing else: about 14 minutes. Then their figures go into
 # docs/performance.md and README.md. One that fails leaves its old figures, and the others still run.
 bench: $(VENV)/.bench-ready
 	rm -f bench/*.json
