@@ -59,12 +59,16 @@ class Places:
             self.world.at(delay_ms, self._arrive, message.replica)
 
     def _arrive(self, replica: int) -> None:
-        """It takes up its place, with an engine of its own. One that had it by its index and was retired is gone."""
+        """It takes up its place, with an engine of its own. One that had it by its index and was retired is gone.
+
+        What any agent before it has answered there may still be reported.
+        """
         if not self.world.trainer.busy:
             return
         slot = self.world.new_slot(self.world, Identity(replica=replica, node_rank=0), None, embedded=True)
+        if (earlier := self.world.by_name.get(slot.name)) is not None:
+            slot.ledger = Ledger(answered=earlier.ledger.answered, lost_epoch=earlier.ledger.lost_epoch)
         for other in [other for other in self.world.slots if other.name == slot.name and other not in self.assigned]:
-            slot.ledger = Ledger(answered=other.ledger.answered, lost_epoch=other.ledger.lost_epoch)
             if other.process is not None:
                 other.process.stop()
             self.world.slots.remove(other)
