@@ -295,7 +295,9 @@ def waited(promises: Promises, before: CoordinatorState, after: CoordinatorState
         if type(line.conclusion) is Acted
     }
     for agent, seq in acted:
-        member = after.members.get(agent)
+        member, unit = after.members.get(agent), promises.world.slot(agent).identity.unit
+        if any(head >= seq for head in promises.restarts.get(unit, ())):
+            continue  # a later life of its agent has reported another engine
         if agent in left and member is not None and member.status and member.seq - member.status.queued < seq:
             return f"the sync to v{sync.version} leaves out {agent}, which has done what seq {seq} asked for"
     return _waited_for_new(promises, before, concluded)
