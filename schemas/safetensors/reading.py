@@ -1,10 +1,11 @@
-"""Reads the tensors of checkpoint files for their digest, on several threads.
+"""Reads the tensors of checkpoint files, into memory or into a digest, on several threads.
 
 Files are read, not mapped: a mapped file that is cut off kills the process that looks at it.
 """
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,6 +31,8 @@ class FileState(NamedTuple):
 class _Piece(NamedTuple):
     """A piece of a tensor in a file."""
 
+    tensor: str
+    offset: int
     path: Path
     file: int
     start: int
@@ -45,6 +48,14 @@ def content_digest(places: Mapping[str, TensorPlace]) -> ContentDigest:
             spec = places[name].spec
             digest.add_tensor(name, spec.dtype, spec.shape, spec.nbytes, hashes)
     return digest
+
+
+def read_tensors(places: Mapping[str, TensorPlace], memory: Mapping[str, memoryview]) -> None:
+    """Read tensors into memory. Raises CheckpointError; what is in memory then is undefined."""
+    with ExitStack() as stack:
+        pieces = list(_pieces(places, stack))
+        parts = (memory[piece.tensor][piece.offset :][: piece.size] for piece in pieces)
+        deque(stack.enter_context(reading_threads()).map(_read_into, pieces, parts), maxlen=0)
 
 
 def file_states(directory: Path) -> tuple[FileState, ...]:
@@ -69,19 +80,27 @@ def _pieces(places: Mapping[str, TensorPlace], stack: ExitStack) -> Iterator[_Pi
             files[path] = stack.enter_context(open_file(path)).fileno()
         for offset in range(0, spec.nbytes, PIECE_BYTES):
             size = min(PIECE_BYTES, spec.nbytes - offset)
-            yield _Piece(path, files[path], start + offset, size)
+            yield _Piece(name, offset, path, files[path], start + offset, size)
 
 
 def _hash(piece: _Piece) -> bytes:
     """Read a piece step by step; return its sha256."""
-    digest, memory, done = hashlib.sha256(), memoryview(bytearray(min(piece.size, _STEP_BYTES))), 0
-    while done < piece.size:
+    digest = hashlib.sha256()
+    memory = memoryview(bytearray(min(piece.size, _STEP_BYTES)))
+    for offset in range(0, piece.size, _STEP_BYTES):
+        step = memory[: piece.size - offset]
+        _read_into(piece, step, offset)
+        digest.update(step)
+    return digest.digest()
+
+
+def _read_into(piece: _Piece, memory: memoryview, offset: int = 0) -> None:
+    done = 0
+    while done < memory.nbytes:
         try:
-            count = os.preadv(piece.file, [memory[: piece.size - done]], piece.start + done)
+            count = os.preadv(piece.file, [memory[done:]], piece.start + offset + done)
         except OSError as error:
             raise checkpoint_refused(piece.path, f"can't be read: {error.strerror}", UNTOUCHED) from error
         if not count:
             raise checkpoint_refused(piece.path, "became shorter while it was read", CUT_OFF)
-        digest.update(memory[:count])
         done += count
-    return digest.digest()

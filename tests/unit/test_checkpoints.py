@@ -23,7 +23,7 @@ from schemas.safetensors.digest import PIECE_BYTES, ContentDigest, tensor_digest
 from schemas.safetensors.format import KEYS_MAX, TensorPlace, find_tensors, read_layout
 from schemas.safetensors.manifest import build_manifest, check_directory
 from schemas.safetensors.paths import resolve_below
-from schemas.safetensors.reading import content_digest
+from schemas.safetensors.reading import content_digest, read_tensors
 from workers.engines import checkpoint as checkpoint_module
 from workers.engines.checkpoint import SourceChecker
 
@@ -75,11 +75,21 @@ def test_a_tensor_is_digested_in_pieces_as_the_definition_says(tmp_path: Path) -
     assert found == expected.hexdigest() == tensor_digest([("t", "U8", [len(raw)], raw)])
 
 
-def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(directory: Path) -> None:
+def test_tensors_are_read_into_memory(directory: Path) -> None:
+    save_file({"c": torch.zeros(3)}, directory / "more.safetensors")
+    memory = {name: memoryview(bytearray(size)) for name, size in {"a": 24, "b": 8, "c": 12}.items()}
+    read_tensors(find_tensors(directory), memory)
+    assert bytes(memory["a"]) == TENSORS["a"].numpy().tobytes()
+    assert bytes(memory["b"]) == b"\x80\x3f" * 4
+
+
+@pytest.mark.parametrize("content", [False, True])
+def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(directory: Path, content: bool) -> None:
     places = find_tensors(directory)
     os.truncate(directory / "model.safetensors", 100)
+    memory = {"a": memoryview(bytearray(24)), "b": memoryview(bytearray(8))}
     with pytest.raises(CheckpointError, match="became shorter while it was read"):
-        content_digest(places)
+        content_digest(places) if content else read_tensors(places, memory)
 
 
 def test_the_content_is_read_once_before_a_load_unless_the_files_were_written_again(

@@ -20,9 +20,10 @@ from schemas import events
 from schemas.commands import Checkpoint
 from schemas.errors import CheckpointError, ExtraMissing, RefusedError
 from schemas.identity import Digests, Identity, Operation
-from schemas.safetensors.format import TensorSpec
+from schemas.safetensors.format import TensorSpec, find_tensors
 from schemas.safetensors.manifest import content_differs
 from schemas.safetensors.paths import resolve_below
+from schemas.safetensors.reading import read_tensors
 from workers.engines.adapter_files import checked_adapter
 from workers.engines.checkpoint import SourceChecker, Taken
 from workers.engines.observed import LoRALimits
@@ -213,11 +214,11 @@ class TinyEngine:
         Raises:
             CheckpointError: The model can't load every byte of it.
         """
-        from workers.engines.tiny.model import digest, read
+        from workers.engines.tiny.model import digest, empty, memory_of
 
         taken, manifest = self._directory(call), call.manifest
-        tensors = scheduler.run(scheduler.copied) if taken.delta is not None else {}
-        tensors |= read(taken.directory)
+        tensors = scheduler.run(scheduler.copied) if taken.delta is not None else empty(self._layout)
+        read_tensors(find_tensors(taken.directory), {name: memory_of(tensor) for name, tensor in tensors.items()})
         content = manifest.content if manifest is not None else None
         found = digest(tensors) if content is not None or self._digests == "always" else None
         if manifest is not None and found is not None and content not in (None, found):

@@ -15,12 +15,11 @@ from typing import Final
 import safetensors.torch
 import torch
 from msgspec import Struct
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
 
 from schemas.safetensors.digest import tensor_digest
-from schemas.safetensors.format import UNTOUCHED, TensorSpec, checkpoint_refused, open_file, safetensors_files
+from schemas.safetensors.format import TensorSpec
 from workers.engines.checkpoint import TORCH_DTYPES
 
 # The head is small, so that an untrained policy is close to uniform and explores.
@@ -136,6 +135,13 @@ def layout(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
     return {name: TensorSpec(DTYPE_NAMES[str(tensor.dtype)], tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
+def empty(tensors: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+    """Return tensors of these dtypes and shapes, by name, with any content."""
+    return {
+        name: torch.empty(spec.shape, dtype=getattr(torch, TORCH_DTYPES[spec.dtype])) for name, spec in tensors.items()
+    }
+
+
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """Return the content digest of tensors, which is that of a checkpoint with the same tensors."""
     specs = layout(tensors)
@@ -163,21 +169,6 @@ def save(model: TinyModel, directory: Path) -> None:
         raise FileExistsError(f"{whole} is there already, and no checkpoint is ever replaced") from None
     finally:
         part.unlink(missing_ok=True)
-
-
-def read(directory: Path) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint. Raises CheckpointError.
-
-    Files are read, not mapped: a mapped file that is cut off kills the process.
-    """
-    tensors: dict[str, Tensor] = {}
-    for path in safetensors_files(directory):
-        try:
-            with open_file(path) as file:
-                tensors |= safetensors.torch.load(file.read())
-        except SafetensorError as error:
-            raise checkpoint_refused(path, f"can't be read: {error}", UNTOUCHED) from error
-    return tensors
 
 
 # --- LoRA adapters ----------------------------------------------------------------------------------------------------
