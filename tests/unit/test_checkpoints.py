@@ -75,10 +75,12 @@ def test_a_tensor_is_digested_in_pieces_as_the_definition_says(tmp_path: Path) -
     assert found == expected.hexdigest() == tensor_digest([("t", "U8", [len(raw)], raw)])
 
 
-def test_tensors_are_read_into_memory(directory: Path) -> None:
+@pytest.mark.parametrize("content", [False, True])
+def test_tensors_are_read_into_memory_and_digested_in_one_pass(directory: Path, content: bool) -> None:
     save_file({"c": torch.zeros(3)}, directory / "more.safetensors")
     memory = {name: memoryview(bytearray(size)) for name, size in {"a": 24, "b": 8, "c": 12}.items()}
-    read_tensors(find_tensors(directory), memory)
+    found = read_tensors(find_tensors(directory), memory, content=content)
+    assert found == (build_manifest(directory, content=True).content if content else None)
     assert bytes(memory["a"]) == TENSORS["a"].numpy().tobytes()
     assert bytes(memory["b"]) == b"\x80\x3f" * 4
 
@@ -89,7 +91,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(directory: Path
     os.truncate(directory / "model.safetensors", 100)
     memory = {"a": memoryview(bytearray(24)), "b": memoryview(bytearray(8))}
     with pytest.raises(CheckpointError, match="became shorter while it was read"):
-        content_digest(places) if content else read_tensors(places, memory)
+        read_tensors(places, memory, content=content)
 
 
 def test_the_content_is_read_once_before_a_load_unless_the_files_were_written_again(

@@ -218,9 +218,12 @@ class TinyEngine:
 
         taken, manifest = self._directory(call), call.manifest
         tensors = scheduler.run(scheduler.copied) if taken.delta is not None else empty(self._layout)
-        read_tensors(find_tensors(taken.directory), {name: memory_of(tensor) for name, tensor in tensors.items()})
+        memory = {name: memory_of(tensor) for name, tensor in tensors.items()}
         content = manifest.content if manifest is not None else None
-        found = digest(tensors) if content is not None or self._digests == "always" else None
+        digested = content is not None or self._digests == "always"
+        found = read_tensors(find_tensors(taken.directory), memory, content=digested and taken.delta is None)
+        if taken.delta is not None and digested:
+            found = digest(tensors)
         if manifest is not None and found is not None and content not in (None, found):
             raise content_differs(taken.directory, found, manifest)
         return tensors, found, taken.took
