@@ -20,7 +20,7 @@ pytestmark = pytest.mark.xdist_group("house")  # in one process, which parses ea
 
 PRODUCT = ("schemas", "controlplane", "workers")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 70
-MAX_PRODUCT_LINES = 46_170
+MAX_PRODUCT_LINES = 46_200
 """Lines of the product, with comments. Raised only on purpose, in a commit of its own that says what is worth it."""
 
 PURE = (
