@@ -85,7 +85,7 @@ class Quarantine(Struct, kw_only=True):
 class ReplicaHistory(Struct, kw_only=True):
     """One replica over the run. Its conditions are `out` of service, `gone`, `behind` the fleet, and `paused`.
 
-    That of a training rank has but the condition `gone`.
+    A training rank has only the condition `gone`.
 
     Attributes:
         latest: The last version that its engine is known to have held.

@@ -2,7 +2,7 @@
 
 A fault is followed until the next one on the same replica or training rank. Its cost is the time for which that was out
 of service, gone, or behind the fleet, and the syncs that did not reach it meanwhile. Times are of the bus's wall clock,
-as the newest heartbeat of each agent converts them.
+by the best measurement that each agent has made of it.
 """
 
 from collections.abc import Mapping

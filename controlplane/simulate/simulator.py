@@ -366,9 +366,8 @@ class SimulatedBus:
         self.alive = self._waits = False
         self._life = self._tried = 0
         self._turns = False  # at once
-        self._rehearsed: tuple[alike.Situation, list[alike.Course]] | None = (
-            None  # what a sync leads to if all goes well
-        )
+        # What a sync leads to if all goes well, and in which situation.
+        self._rehearsed: tuple[alike.Situation, list[alike.Course]] | None = None
         self._inbox: list[bus_events.CoordinatorEvent] = []
         self._answers: list[bus_events.PeerAnswer] = []
         self.expected: list[alike.Expected] = []  # those that come alike, the last one first
