@@ -309,13 +309,33 @@ class Retire(Struct, frozen=True, kw_only=True, tag="retire"):
     places: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=4096)]
 
 
+class PeerRequest(Struct, frozen=True, kw_only=True, tag="peer_request"):
+    """Ask which engine another one may copy its weights from while it is launched. An agent asks, before its hello.
+
+    Attributes:
+        replica: That is launched.
+    """
+
+    replica: ReplicaIndex
+
+
+class PeerFound(Struct, frozen=True, kw_only=True, tag="peer_found"):
+    """Answer to `PeerRequest`.
+
+    Attributes:
+        url: Of its server; empty if there is none now.
+    """
+
+    url: Url
+
+
 class RequestRejected(Struct, frozen=True, kw_only=True, tag="rejected"):
     """The bus did not do what the operator asked."""
 
     reason: Text
 
 
-Operator = StatusRequest | Submit | SyncRequest | Retire
+Operator = StatusRequest | Submit | SyncRequest | Retire | PeerRequest
 
 
 class ReplyPart(Struct, frozen=True, kw_only=True, tag="reply_part"):
@@ -329,7 +349,7 @@ class ReplyPart(Struct, frozen=True, kw_only=True, tag="reply_part"):
     left: Count
 
 
-Reply = FleetStatus | Report | SyncReport | RequestRejected | ReplyPart
+Reply = FleetStatus | Report | SyncReport | PeerFound | RequestRejected | ReplyPart
 
 T = TypeVar("T")
 

@@ -36,6 +36,7 @@ from controlplane.bus.turn_clock import TurnClock
 from controlplane.machine import events
 from controlplane.machine.coordinator import CoordinatorState, decide, next_deadline
 from controlplane.machine.coordinator_state import member_at
+from controlplane.machine.fleet_view import FleetView
 from controlplane.machine.status import fleet_status
 from controlplane.record.log import RunLog
 from schemas import wire
@@ -511,6 +512,8 @@ class BusLoop:
             if isinstance(request, wire.StatusRequest):
                 fleet = fleet or self.status()
                 self._reply(connection, replace(fleet, read_only=is_observer))
+            elif isinstance(request, wire.PeerRequest):
+                self._reply(connection, wire.PeerFound(url=FleetView(self.state).peer_of(request.replica)))
             elif (
                 reason := self.fault
                 and f"{self.fault}. {NOTHING_SENT}"

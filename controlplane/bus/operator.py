@@ -25,7 +25,7 @@ from schemas.transport.sockets import agent_dealer
 
 logger = logger_of("agent")
 
-R = TypeVar("R", FleetStatus, Report, SyncReport, wire.PlaceAssigned)
+R = TypeVar("R", FleetStatus, Report, SyncReport, wire.PlaceAssigned, wire.PeerFound)
 
 ANSWER_S: Final = 5.0
 """How long a bus may take to reply, in addition to the timeout of a command."""
@@ -82,6 +82,11 @@ async def assigned_replica(bus: str, keys: KeySource | None) -> int:
             if str(error) != waited_for:
                 logger.warning("waiting to be assigned a replica: %s", waited_for := str(error))
             await anyio.sleep(1)
+
+
+async def find_peer(bus: str, replica: int, keys: KeySource | None) -> str:
+    """Return the server of which the engine of a replica may copy its weights; empty if there is none now."""
+    return (await _ask(bus, wire.PeerRequest(replica=replica), wire.PeerFound, ANSWER_S, keys)).url
 
 
 async def _ask(

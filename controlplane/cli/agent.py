@@ -16,7 +16,7 @@ from controlplane.cli import interrupt
 from controlplane.cli.command_line import BUS_HELP, FILE, FOLDER, PATH, Command, api_key_file, metrics_port
 from schemas.commands import ProfilePlan
 from schemas.config import TIMEOUT_MAX_S, AgentConfig, milliseconds
-from schemas.errors import ConfigError, IdentityTaken
+from schemas.errors import ConfigError, IdentityTaken, RolloutctlError
 from schemas.fault_plan import read_plan
 from schemas.identity import GPUS_PER_NODE_MAX, NODES_MAX, REPLICAS_MAX, Identity, RolloutMode
 from schemas.logs import logger_of
@@ -229,7 +229,7 @@ def agent(
         engine = _engine(identity, options, Path(profiler.save_path))
         if options["launch"]:
             state_dir = state_dir or state_folder(bus)
-            engine = _launched(identity, state_dir, options, engine, profiler)
+            engine = _launched(identity, state_dir, options, engine, profiler, bus, keys)
             server_pid = engine.server_pid
         if options["dump_stacks"]:
             stacks = StackDumps(foreign_server=options["url"] is not None and not options["launch"])
@@ -411,17 +411,45 @@ def _require_observing(context: click.Context) -> None:
 
 
 def _launched(
-    identity: Identity, state_dir: Path, options: dict[str, Any], engine: Engine, profiler: ProfilerConfig
+    identity: Identity,
+    state_dir: Path,
+    options: dict[str, Any],
+    engine: Engine,
+    profiler: ProfilerConfig,
+    bus: str,
+    keys: Path | None,
 ) -> "LaunchedEngine":
-    from workers.server.command import profiled_command, server_command
+    from workers.server.command import lacks_peer, profiled_command, server_command
     from workers.server.launch import LaunchedEngine, ServerProcess
 
     kind, command = options["engine"], options["command"]
     log = options["launch_log"] or state_dir / f"server-{identity.agent}.log"
     full = server_command(kind, command, identity, options["dist_init"])
     full = profiled_command(kind, full, identity, profiler.plan, Path(profiler.save_path))
-    server = ServerProcess(full, log=log, name=f"{kind} server of agent {identity.agent}")
+    first = interrupt.run(_with_peer, full, identity, bus, keys) if lacks_peer(kind, full, identity) else full
+    server = ServerProcess(full, first=first, log=log, name=f"{kind} server of agent {identity.agent}")
     return LaunchedEngine(engine, server, up_within_s=milliseconds(options["up_within"]) / 1000)
+
+
+async def _with_peer(command: tuple[str, ...], identity: Identity, bus: str, keys: Path | None) -> tuple[str, ...]:
+    """The command with a running server of the fleet whose weights are copied, if there is one; else the same."""
+    from controlplane.bus.operator import find_peer
+    from workers.engines.sglang.server import SGLangReader
+    from workers.server.command import with_peer
+
+    try:
+        url = await find_peer(bus, identity.replica, KeySource.find(keys))
+        if not url:
+            logger.info("agent %s: its server reads a checkpoint, since none can be copied now", identity.agent)
+            return command
+        peer = SGLangReader(url)  # without a key, as SGLang when it copies
+        try:
+            return with_peer(command, identity, url, await peer.info() or {})
+        finally:
+            await peer.close()
+    except RolloutctlError as error:
+        logger.warning("agent %s: its server reads a checkpoint: %s", identity.agent, error)
+        return command
 
 
 def _endpoint(options: dict[str, Any], bus: str) -> str:

@@ -48,6 +48,14 @@ class FleetView:
         member = self.state.members.get(f"{replica}.0")
         return member.hello.endpoint.rstrip("/") if member is not None else ""
 
+    def peer_of(self, replica: int) -> str:
+        """Return the server of which the engine of a replica may copy its weights now; empty if there is none.
+
+        New replicas are spread over those that serve. While a sync runs there is none: it would wait for the copies.
+        """
+        peers = [url for index, url in sorted(self.endpoints.items()) if index != replica]
+        return peers[replica % len(peers)] if peers and self.state.sync is None else ""
+
     @property
     def adapters(self) -> dict[str, AdapterStatus]:
         """The LoRA adapters that are served, by name."""

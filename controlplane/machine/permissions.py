@@ -20,6 +20,7 @@ MAY_SEND: Final[dict[KeyRole, tuple[type, ...]]] = {
     "agent": (
         *(wire.Hello, wire.Join, AgentStatus, wire.TimeRequest, RequestCounts),
         *(wire.CommandOutcome, wire.ResendRequest, wire.DecisionBatch, wire.Leave, wire.Goodbye, wire.PlaceRequest),
+        wire.PeerRequest,
     ),
     "operator": (wire.StatusRequest, wire.Submit, wire.SyncRequest, wire.Retire),
     "observer": (wire.StatusRequest,),

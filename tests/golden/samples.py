@@ -139,6 +139,8 @@ SAMPLES: tuple[Struct, ...] = (
     wire.TimeReply(sent_ns=5_000_000_000, received_ns=1, replied_ns=2, heartbeat_ms=4096),
     # operators
     wire.StatusRequest(),
+    wire.PeerRequest(replica=3),
+    wire.PeerFound(url=URL),
     wire.Retire(places=("3", "1.1")),
     wire.Submit(command=PROFILE, target=commands.Target(), timeout_ms=30_000, force=True),
     wire.SyncRequest(path="global_step_12", version=5, timeout_ms=600_000),

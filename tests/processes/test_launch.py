@@ -471,3 +471,22 @@ async def test_that_a_server_stays_down_is_logged_once(
     assert error.startswith("tiny server ended with exit code 1 and stays down: it was restarted 0 times within")
     assert str(server.log) in error and error.endswith("\n  no such model")
     await engine.close()
+
+
+async def test_the_first_launch_may_differ_and_a_guard_that_is_lost_does_not_repeat_it(tmp_path: Path) -> None:
+    print_and_stay = "import time; print('{}', flush=True); time.sleep(600)"
+    server = ServerProcess(
+        python(print_and_stay.format("again")),
+        first=python(print_and_stay.format("first")),
+        log=tmp_path / "server.log",
+        restarts=RestartPolicy(first_wait_s=0.01),
+    )
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(server.end)
+        server.start()
+        status = await status_when(server, printed("first"))
+        server.restart(status.launches)
+        status = await status_when(server, printed("again"))
+        assert status.launches == 2 and status.pid is not None
+        guard_of(psutil.Process(status.pid)).kill()
+        status = await status_when(server, lambda status: status.launches == 3 and printed("again")(status))

@@ -92,3 +92,26 @@ def test_rollouts_follow_replicas_that_join_move_and_leave_without_a_map_of_thei
         assert moved.asked and len(second.asked) == 1
         endpoints = {}
         assert {rollout.replica for rollout in rollouts.generate(PROMPTS, sampling)} == {1}, "as it was last known"
+
+
+# --- a server whose weights another one copies ------------------------------------------------------------------------
+
+
+def test_new_replicas_are_spread_over_those_whose_weights_they_may_copy() -> None:
+    bus = Coordinator()
+    assert FleetView(bus.state).peer_of(0) == "", "there is none yet"
+    for replica in range(3):
+        serving_at(bus, f"{replica}.0", f"http://node-{replica}:8000")
+    view = FleetView(bus.state)
+    assert [view.peer_of(replica)[-6] for replica in (3, 4, 5, 6)] == ["0", "1", "2", "0"]
+    assert [view.peer_of(replica)[-6] for replica in range(3)] == ["1", "2", "0"], "none copies its own"
+
+
+def test_no_weights_are_copied_during_a_sync_nor_from_a_replica_that_leaves() -> None:
+    bus = Coordinator()
+    for replica in range(2):
+        serving_at(bus, f"{replica}.0", f"http://node-{replica}:8000")
+    drain(bus, 1)
+    assert FleetView(bus.state).peer_of(2) == "http://node-0:8000"
+    bus.sync(1)
+    assert FleetView(bus.state).peer_of(2) == ""

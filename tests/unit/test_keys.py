@@ -273,6 +273,8 @@ TABLE: list[tuple[KeyRole, tuple[str, ...], type, str | None, str]] = [
     ("agent", (), wire.PlaceRequest, None, ""),
     ("agent", ("0", "1"), wire.PlaceRequest, None, "key k is for 0, 1: start its agent with that --replica"),
     ("operator", (), wire.PlaceRequest, None, JOINS),
+    ("agent", ("0",), wire.PeerRequest, None, ""),
+    ("observer", (), wire.PeerRequest, None, JOINS),
     ("agent", (), wire.Goodbye, "0.0", ""),
     ("agent", (), wire.Submit, None, PUBLISHES),
     ("agent", (), wire.StatusRequest, None, READS),

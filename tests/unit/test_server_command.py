@@ -8,7 +8,7 @@ import pytest
 from schemas.commands import ProfilePlan
 from schemas.errors import ConfigError
 from schemas.identity import Identity
-from workers.server.command import Kind, profiled_command, server_command
+from workers.server.command import Kind, lacks_peer, profiled_command, server_command, with_peer
 
 MEET = "10.0.0.1:29500"
 BUILT: list[tuple[Kind, str, tuple[int, int], str | None, str]] = [
@@ -87,3 +87,68 @@ def test_no_profiler_is_added_unless_the_replica_records_and_the_command_has_non
     plan: ProfilePlan, words: tuple[str, ...], kind: Kind
 ) -> None:
     assert options(plan, *words, kind=kind) == ()
+
+
+# --- a running server whose weights are copied ------------------------------------------------------------------------
+
+COPIES = "--load-format remote_instance"
+SEED = "--remote-instance-weight-loader-"
+PORTS = f"{SEED}send-weights-group-ports"
+ONE = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "nnodes": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "nnodes", "lacks"),
+    [
+        ("sglang", COPIES, 1, True),
+        ("sglang", "--load-format=remote_instance", 1, True),
+        ("sglang", f"{COPIES} {SEED}backend transfer_engine", 1, True),
+        ("sglang", "--load-format auto", 1, False),
+        ("sglang", "remote_instance", 1, False),
+        ("sglang", f"{COPIES} {SEED}backend=modelexpress", 1, False),
+        ("sglang", f"{COPIES} {SEED}seed-instance-ip 10.0.0.1", 1, False),
+        ("sglang", COPIES, 2, False),  # all of its ranks would meet at node rank 0 of the other
+        ("vllm", COPIES, 1, False),
+    ],
+)
+def test_a_command_lacks_a_peer_that_asks_for_a_copy_and_names_none(
+    kind: Kind, words: str, nnodes: int, lacks: bool
+) -> None:
+    assert lacks_peer(kind, ("serve", *words.split()), Identity(replica=3, node_rank=0, nnodes=nnodes)) is lacks
+
+
+@pytest.mark.parametrize(
+    ("words", "info", "ports"),
+    [
+        (COPIES, ONE, "[20024]"),
+        (f"{COPIES} --tp 2", {**ONE, "tp_size": 2}, "[20024, 20025]"),
+        (f"{COPIES} --tensor_parallel_size=2", {**ONE, "tp_size": 2}, "[20024, 20025]"),
+        (f"{COPIES} {PORTS} [7]", ONE, None),
+    ],
+)
+def test_a_command_gets_the_peer_and_ports_of_its_own_replica(
+    words: str, info: dict[str, object], ports: str | None
+) -> None:
+    command = ("serve", *words.split())
+    place = [f"{SEED}seed-instance-ip", "node-1", f"{SEED}seed-instance-service-port", "30000"]
+    full = with_peer(command, Identity(replica=3, node_rank=0), "http://node-1:30000", info)
+    assert full == (*command, *place, *([PORTS, ports] if ports else []))
+
+
+@pytest.mark.parametrize(
+    ("words", "url", "info"),
+    [
+        (COPIES, "http://h:1", {**ONE, "tp_size": 2}),
+        (f"{COPIES} --tp-size 2", "http://h:1", ONE),
+        (COPIES, "http://h:1", {**ONE, "pp_size": 2}),
+        (COPIES, "http://h:1", {**ONE, "dp_size": 2}),
+        (COPIES, "http://h:1", {**ONE, "nnodes": 2}),
+        (COPIES, "https://h:1", ONE),
+        (COPIES, "http://h:1", {}),  # a vLLM
+    ],
+)
+def test_nothing_is_copied_from_a_server_of_another_shape(words: str, url: str, info: dict[str, object]) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"over http, .* the same --tp and no --pp, --dp or --nnodes. {url} has tp_size"
+    ):
+        with_peer(("serve", *words.split()), Identity(replica=3, node_rank=0), url, info)

@@ -1,4 +1,5 @@
-"""Completes the command line of a server that an agent launches: options for the node's place, and for profiling.
+"""Completes the command line of a server that an agent launches: options for the node's place, for profiling, and for a
+running server whose weights it copies.
 
 Pure. The user's own options are never changed. One that contradicts the agent's place is found when the server is up,
 by what it reports of itself.
@@ -6,9 +7,11 @@ by what it reports of itself.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, Literal
+from urllib.parse import urlsplit
 
 from schemas.commands import ProfilePlan
 from schemas.errors import ConfigError
@@ -24,6 +27,11 @@ _SERVES: Final = frozenset(
     }
 )
 """Beside one of these `--headless` is not added: with the others vLLM has an API server on every node."""
+
+PEER_PORTS: Final = 20_000
+"""At a server whose weights are copied: the first for the ranks of replica 0. Each replica has eight."""
+_PEER: Final = "--remote-instance-weight-loader-"
+_SIZES: Final = ("tp_size", "pp_size", "dp_size", "nnodes")
 
 
 def server_command(kind: Kind, command: Sequence[str], identity: Identity, dist_init: str | None) -> tuple[str, ...]:
@@ -78,6 +86,41 @@ def profiled_command(
         "ignore_frontend": True,  # it is not a rank, so no plan asks for its traces
     }
     return (*command, "--profiler-config", json.dumps(chosen))
+
+
+def lacks_peer(kind: Kind, command: Sequence[str], identity: Identity) -> bool:
+    """Return whether a server is to copy its weights from a running one that its command does not name.
+
+    SGLang reads its checkpoint then (sglang/srt/arg_groups/model_path_hook.py, 0.5.23). ModelExpress needs no name.
+    """
+    copies = kind == "sglang" and identity.nnodes == 1 and _value(command, "--load-format") == "remote_instance"
+    named = f"{_PEER}seed-instance-ip" in _flags(command) or _value(command, f"{_PEER}backend") == "modelexpress"
+    return copies and not named
+
+
+def with_peer(command: Sequence[str], identity: Identity, url: str, info: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the command with the running server of which this one is to copy its weights, rank by rank.
+
+    `info` is what the server at `url` says of itself. Raises ConfigError if nothing can be copied from it: to try would
+    end its scheduler, or have both wait.
+    """
+    ranks, place = int(_value(command, "--tp-size", "--tensor-parallel-size", "--tp") or 1), urlsplit(url)
+    if place.scheme != "http" or [info.get(name) for name in _SIZES] != [ranks, 1, 1, 1]:
+        raise ConfigError(
+            f"a server with --tp {ranks} copies weights over http, from one with the same --tp and no --pp, --dp or "
+            f"--nnodes. {url} has {', '.join(f'{name} {info.get(name)}' for name in _SIZES)}"
+        )
+    options = {"seed-instance-ip": place.hostname or "", "seed-instance-service-port": str(place.port or 80)}
+    if f"{_PEER}send-weights-group-ports" not in _flags(command):
+        first = PEER_PORTS + 8 * (identity.replica % 1000)
+        options["send-weights-group-ports"] = json.dumps([*range(first, first + ranks)])
+    return (*command, *(word for name, value in options.items() for word in (f"{_PEER}{name}", value)))
+
+
+def _value(command: Sequence[str], *names: str) -> str | None:
+    """The value of an option with one of these names; None if it is not given."""
+    words = [part for word in command for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    return next((value for name, value in pairwise(words) if name.replace("_", "-") in names), None)
 
 
 def _flags(command: Sequence[str]) -> frozenset[str]:

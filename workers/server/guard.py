@@ -66,8 +66,14 @@ class RestartPolicy(NamedTuple):
 
 
 class GuardOrder(NamedTuple):
-    """The agent's order, a JSON array on stdin."""
+    """The agent's order, a JSON array on stdin.
 
+    Attributes:
+        first: The command of the first launch.
+        command: That of every other one.
+    """
+
+    first: list[str]
     command: list[str]
     log: str
     grace_s: float
@@ -162,7 +168,7 @@ class Guard:
         guard = os.getpid()
         try:
             self._server = subprocess.Popen(
-                self._order.command,
+                self._order.command if self._launches else self._order.first,
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr,
                 stderr=sys.stderr,

@@ -88,6 +88,7 @@ class ServerProcess:
     Args:
         command: What to run, as for `subprocess`. Its output is appended to `log`, and its input is empty.
         log: A separate file for each server on this machine. It is locked, so that launches never overlap.
+        first: What to run the first time, if that differs.
         name: For messages.
         restarts: When to restart it.
         grace_s: Seconds from SIGTERM to SIGKILL.
@@ -98,12 +99,13 @@ class ServerProcess:
         command: Sequence[str],
         *,
         log: Path,
+        first: Sequence[str] = (),
         name: str = "the server",
         restarts: RestartPolicy | None = None,
         grace_s: float = 20.0,
     ) -> None:
         self.name, self.log = name, log.absolute()
-        self._command, self._grace_s = tuple(command), grace_s
+        self._first, self._command, self._grace_s = tuple(first or command), tuple(command), grace_s
         self._restarts = restarts or RestartPolicy()
         self._guard: subprocess.Popen[bytes] | None = None
         self._partial = b""
@@ -162,7 +164,8 @@ class ServerProcess:
         return self.status()
 
     def _start_guard(self) -> None:
-        order = GuardOrder(list(self._command), str(self.log), self._grace_s, self._last.launches, self._restarts)
+        commands = list(self._first), list(self._command)
+        order = GuardOrder(*commands, str(self.log), self._grace_s, self._last.launches, self._restarts)
         with self.log.open("ab") as log:
             self._guard = subprocess.Popen(
                 [sys.executable, "-P", guard.__file__],

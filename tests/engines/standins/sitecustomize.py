@@ -8,6 +8,8 @@ CPUs, writes into memory that the first one has freed, and kills the scheduler a
 such spans here.
 
 Its LoRA adapters ask for pinned memory, which torch has only for a GPU. Here it is ordinary memory.
+
+A server that copies the weights of another one does so by NCCL, between GPUs. Here the same code uses gloo.
 """
 
 import contextlib
@@ -74,7 +76,35 @@ def _unpinned(module: types.ModuleType) -> None:
     torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
 
 
-_CHANGES = {"sglang.srt.utils.nvtx_utils": _without_spans, "sglang.srt.lora.lora_manager": _unpinned}
+def _over_gloo(module: types.ModuleType) -> None:
+    """Have a module make its groups over gloo, whatever device it names for them."""
+    make = module.init_custom_process_group
+
+    def group(backend: str, device_id: object, **options: object) -> object:
+        return make(backend="gloo", **options)
+
+    module.init_custom_process_group = group  # type: ignore[attr-defined]
+
+
+def _receives_over_gloo(module: types.ModuleType) -> None:
+    """The same where weights are received, which refuses to be made for a CPU."""
+    import torch
+
+    _over_gloo(module)
+    made = module.RemoteInstanceConnector.__init__
+
+    def init(self, url, device):  # type: ignore[no-untyped-def]
+        made(self, url, torch.device("cuda"))  # only named: nothing is put there
+
+    module.RemoteInstanceConnector.__init__ = init
+
+
+_CHANGES = {
+    "sglang.srt.utils.nvtx_utils": _without_spans,
+    "sglang.srt.lora.lora_manager": _unpinned,
+    "sglang.srt.connector.remote_instance": _receives_over_gloo,
+    "sglang.srt.model_executor.model_runner_components.weight_exporter": _over_gloo,
+}
 
 
 class _Changes(importlib.abc.MetaPathFinder):
