@@ -43,7 +43,7 @@ class Copying:
     def kill_server(self) -> None:
         """The guard's child, and all that it has started."""
         for process in self.agent.family():
-            if "launch_server" in " ".join(process.cmdline()):
+            if process.cmdline()[1:3] == ["-m", "sglang.launch_server"]:
                 process.send_signal(signal.SIGKILL)
 
 
