@@ -324,9 +324,13 @@ class PeerFound(Struct, frozen=True, kw_only=True, tag="peer_found"):
 
     Attributes:
         url: Of its server; empty if there is none now.
+        content: `Manifest.content` of the weights that it holds; empty if that is not known.
+        digest: What the engine itself reports of them; empty likewise.
     """
 
-    url: Url
+    url: Url = ""
+    content: Text = ""
+    digest: Text = ""
 
 
 class RequestRejected(Struct, frozen=True, kw_only=True, tag="rejected"):

@@ -513,7 +513,7 @@ class BusLoop:
                 fleet = fleet or self.status()
                 self._reply(connection, replace(fleet, read_only=is_observer))
             elif isinstance(request, wire.PeerRequest):
-                self._reply(connection, wire.PeerFound(url=FleetView(self.state).peer_of(request.replica)))
+                self._reply(connection, FleetView(self.state).peer_of(request.replica))
             elif (
                 reason := self.fault
                 and f"{self.fault}. {NOTHING_SENT}"

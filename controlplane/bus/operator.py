@@ -84,9 +84,9 @@ async def assigned_replica(bus: str, keys: KeySource | None) -> int:
             await anyio.sleep(1)
 
 
-async def find_peer(bus: str, replica: int, keys: KeySource | None) -> str:
-    """Return the server of which the engine of a replica may copy its weights; empty if there is none now."""
-    return (await _ask(bus, wire.PeerRequest(replica=replica), wire.PeerFound, ANSWER_S, keys)).url
+async def find_peer(bus: str, replica: int, keys: KeySource | None) -> wire.PeerFound:
+    """Return the server of which the engine of a replica may copy its weights now."""
+    return await _ask(bus, wire.PeerRequest(replica=replica), wire.PeerFound, ANSWER_S, keys)
 
 
 async def _ask(

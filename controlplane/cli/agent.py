@@ -4,7 +4,7 @@ import os
 import signal
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import quote, urlsplit
 
 import anyio
@@ -25,6 +25,7 @@ from schemas.storage.atomic_write import atomic_write
 from schemas.transport.addresses import is_file
 from schemas.transport.keys import KeySource
 from schemas.transport.sockets import stays_here
+from schemas.wire import PeerFound
 from workers.agent import Agent
 from workers.engine import Engine, EngineView
 from workers.engines.factory import EngineOptions, make_engine, make_observer
@@ -34,6 +35,7 @@ from workers.state_folder import state_folder
 from workers.traces.node import NodeTraces
 
 if TYPE_CHECKING:
+    from workers.engines.sglang.engine import SGLangEngine
     from workers.router import RouterRegistration
     from workers.server.launch import LaunchedEngine
 
@@ -426,30 +428,34 @@ def _launched(
     log = options["launch_log"] or state_dir / f"server-{identity.agent}.log"
     full = server_command(kind, command, identity, options["dist_init"])
     full = profiled_command(kind, full, identity, profiler.plan, Path(profiler.save_path))
-    first = interrupt.run(_with_peer, full, identity, bus, keys) if lacks_peer(kind, full, identity) else full
+    first = full
+    if lacks_peer(kind, full, identity):
+        first, cast("SGLangEngine", engine).copied = interrupt.run(_with_peer, full, identity, bus, keys)
     server = ServerProcess(full, first=first, log=log, name=f"{kind} server of agent {identity.agent}")
     return LaunchedEngine(engine, server, up_within_s=milliseconds(options["up_within"]) / 1000)
 
 
-async def _with_peer(command: tuple[str, ...], identity: Identity, bus: str, keys: Path | None) -> tuple[str, ...]:
-    """The command with a running server of the fleet whose weights are copied, if there is one; else the same."""
+async def _with_peer(
+    command: tuple[str, ...], identity: Identity, bus: str, keys: Path | None
+) -> tuple[tuple[str, ...], PeerFound]:
+    """The command with a running server of the fleet whose weights are copied, and that; as it was if there is none."""
     from controlplane.bus.operator import find_peer
     from workers.engines.sglang.server import SGLangReader
     from workers.server.command import with_peer
 
     try:
-        url = await find_peer(bus, identity.replica, KeySource.find(keys))
-        if not url:
+        found = await find_peer(bus, identity.replica, KeySource.find(keys))
+        if not found.url:
             logger.info("agent %s: its server reads a checkpoint, since none can be copied now", identity.agent)
-            return command
-        peer = SGLangReader(url)  # without a key, as SGLang when it copies
+            return command, found
+        peer = SGLangReader(found.url)  # without a key, as SGLang when it copies
         try:
-            return with_peer(command, identity, url, await peer.info() or {})
+            return with_peer(command, identity, found.url, await peer.info() or {}), found
         finally:
             await peer.close()
     except RolloutctlError as error:
         logger.warning("agent %s: its server reads a checkpoint: %s", identity.agent, error)
-        return command
+        return command, PeerFound()
 
 
 def _endpoint(options: dict[str, Any], bus: str) -> str:

@@ -1,5 +1,7 @@
 """The fleet at one moment: what a trainer and its doors may read of it. Pure."""
 
+from msgspec.structs import replace
+
 from controlplane.machine.adapters import adapter_statuses, needed_paths
 from controlplane.machine.coordinator_state import CoordinatorState
 from controlplane.machine.engine_answers import labelled_tokens, model_of
@@ -8,6 +10,7 @@ from controlplane.machine.replicas import in_doubt, needed_weights, proven_repli
 from schemas.commands import durable_source
 from schemas.identity import RolloutMode
 from schemas.reports import AdapterStatus
+from schemas.wire import PeerFound
 
 
 class FleetView:
@@ -48,13 +51,21 @@ class FleetView:
         member = self.state.members.get(f"{replica}.0")
         return member.hello.endpoint.rstrip("/") if member is not None else ""
 
-    def peer_of(self, replica: int) -> str:
-        """Return the server of which the engine of a replica may copy its weights now; empty if there is none.
+    def peer_of(self, replica: int) -> PeerFound:
+        """Return the server of which the engine of a replica may copy its weights now.
 
         New replicas are spread over those that serve. While a sync runs there is none: it would wait for the copies.
         """
-        peers = [url for index, url in sorted(self.endpoints.items()) if index != replica]
-        return peers[replica % len(peers)] if peers and self.state.sync is None else ""
+        peers = sorted(self.endpoints.keys() - {replica})
+        if not peers or self.state.sync is not None:
+            return PeerFound()
+        peer = peers[replica % len(peers)]
+        status = self.state.members[f"{peer}.0"].status
+        weights = self.state.desired.get(peer, self.state.default_desired).committed
+        found = PeerFound(url=self.endpoint(peer))
+        if status is None or weights is None or weights.manifest is None or status.version != weights.version:
+            return found
+        return replace(found, content=weights.manifest.content or "", digest=status.digest or "")
 
     @property
     def adapters(self) -> dict[str, AdapterStatus]:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from controlplane import ControlPlane
-from schemas.commands import Checkpoint
 from tests.engines.models import save_model, save_weights, weights
 from tests.engines.reports import BUS
 from tests.engines.servers import AgentProcess, command, complete, environment, free_port, wait_for
@@ -62,12 +61,15 @@ def test_a_new_replica_copies_the_weights_of_one_that_serves_and_reads_its_check
         first = Copying(plane, tmp_path, "a", "0.0", open_)
         plane.wait_for_agents(1, timeout=300).wait()
         assert first.launches() == [False] and "none can be copied now" in first.agent.output
+        of_a = first.tokens()
+        plane.sync_weights(1, "c", content=True, timeout=60).wait().raise_for_failures()
+        (tmp_path / "c").rename(tmp_path / "away")  # so nothing can read it
         second = Copying(plane, tmp_path, "b", "1.0", open_)
         plane.wait_for_agents(2, timeout=300).wait()
-        assert second.launches() == [True] and second.tokens() == (of_a := first.tokens())
+        assert second.launches() == [True] and "version 1 is held already: the launch copied it" in second.agent.output
+        assert second.tokens() == (of_c := first.tokens()) != of_a and plane.serving() == {0: 1, 1: 1}
 
-        plane.sync_weights(1, Checkpoint("c"), timeout=60).wait().raise_for_failures()
-        assert second.tokens() == (of_c := first.tokens()) != of_a
+        (tmp_path / "away").rename(tmp_path / "c")
         second.kill_server()  # and its guard launches it again, without the agent
         wait_for("a second launch", lambda: len(second.launches()) == 2)
         plane.wait_for_agents(2, timeout=300).wait()

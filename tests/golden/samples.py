@@ -140,7 +140,7 @@ SAMPLES: tuple[Struct, ...] = (
     # operators
     wire.StatusRequest(),
     wire.PeerRequest(replica=3),
-    wire.PeerFound(url=URL),
+    wire.PeerFound(url=URL, content="c" * 64, digest="sglang:l:d"),
     wire.Retire(places=("3", "1.1")),
     wire.Submit(command=PROFILE, target=commands.Target(), timeout_ms=30_000, force=True),
     wire.SyncRequest(path="global_step_12", version=5, timeout_ms=600_000),

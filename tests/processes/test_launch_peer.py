@@ -23,8 +23,8 @@ def test_a_launch_has_the_address_of_a_server_that_serves_and_is_alike_and_none_
     def added() -> tuple[str, ...]:
         """What is added to the command of replica 1."""
         caplog.clear()
-        full = anyio.run(_with_peer, COMMAND, Identity(replica=1, node_rank=0), bus, None)
-        assert full[: len(COMMAND)] == COMMAND
+        full, found = anyio.run(_with_peer, COMMAND, Identity(replica=1, node_rank=0), bus, None)
+        assert full[: len(COMMAND)] == COMMAND and bool(found.url) == (full != COMMAND)
         return full[len(COMMAND) :]
 
     light = ("--engine", "tests.unit.small_bus:Engine")

@@ -8,9 +8,11 @@ from controlplane.cli.agent import _endpoint
 from controlplane.machine.events import HelloReceived
 from controlplane.machine.fleet_view import FleetView
 from controlplane.trainers.completions import CompletionsClient
+from schemas.commands import Manifest
 from schemas.errors import ConfigError
-from schemas.wire import Hello
-from tests.unit.fleets import Coordinator
+from schemas.outcomes import Acted
+from schemas.wire import Hello, PeerFound
+from tests.unit.fleets import DONE, Coordinator
 from tests.unit.test_completions import PROMPTS, Server
 from tests.unit.test_drains import SERVES, drain
 
@@ -99,12 +101,12 @@ def test_rollouts_follow_replicas_that_join_move_and_leave_without_a_map_of_thei
 
 def test_new_replicas_are_spread_over_those_whose_weights_they_may_copy() -> None:
     bus = Coordinator()
-    assert FleetView(bus.state).peer_of(0) == "", "there is none yet"
+    assert FleetView(bus.state).peer_of(0) == PeerFound(), "there is none yet"
     for replica in range(3):
         serving_at(bus, f"{replica}.0", f"http://node-{replica}:8000")
     view = FleetView(bus.state)
-    assert [view.peer_of(replica)[-6] for replica in (3, 4, 5, 6)] == ["0", "1", "2", "0"]
-    assert [view.peer_of(replica)[-6] for replica in range(3)] == ["1", "2", "0"], "none copies its own"
+    assert [view.peer_of(replica).url[-6] for replica in (3, 4, 5, 6)] == ["0", "1", "2", "0"]
+    assert [view.peer_of(replica).url[-6] for replica in range(3)] == ["1", "2", "0"], "none copies its own"
 
 
 def test_no_weights_are_copied_during_a_sync_nor_from_a_replica_that_leaves() -> None:
@@ -112,6 +114,19 @@ def test_no_weights_are_copied_during_a_sync_nor_from_a_replica_that_leaves() ->
     for replica in range(2):
         serving_at(bus, f"{replica}.0", f"http://node-{replica}:8000")
     drain(bus, 1)
-    assert FleetView(bus.state).peer_of(2) == "http://node-0:8000"
+    assert FleetView(bus.state).peer_of(2) == PeerFound(url="http://node-0:8000")
     bus.sync(1)
-    assert FleetView(bus.state).peer_of(2) == ""
+    assert FleetView(bus.state).peer_of(2) == PeerFound()
+
+
+def test_with_announced_digests_it_is_known_what_a_copy_holds() -> None:
+    bus = Coordinator()
+    serving_at(bus, "0.0", "http://node-0:8000")
+    bus.sync(1, manifest=Manifest(tensors=1, nbytes=4, layout="l", content="c"))
+    loaded = Acted(calls=("load",), version=1, digest="sglang:l:d")
+    for conclusion in (DONE, loaded, DONE):
+        bus.answer(a0_0=conclusion)
+    found = PeerFound(url="http://node-0:8000", content="c", digest="sglang:l:d")
+    assert FleetView(bus.state).peer_of(1) == found
+    bus.status("0.0", replace(SERVES, version=1, digest=None), seq=bus.state.seq)
+    assert FleetView(bus.state).peer_of(1) == replace(found, digest="")

@@ -17,6 +17,7 @@ from schemas.errors import CheckpointError, ConfigError, EngineError, RefusedErr
 from schemas.events import CheckAdapter, CheckSource, Load, LoadAdapter, Observation, Restore, Returned, UnloadAdapter
 from schemas.identity import LAUNCH_LABEL, Digests, Identity, Operation
 from schemas.safetensors.format import read_layout
+from schemas.wire import PeerFound
 from workers.engines.adapter_files import adapter_path, checked_adapter
 from workers.engines.checkpoint import Lacking, SourceChecker, Taken, missing_beside
 from workers.engines.client import CallRefused, EngineClient, begun, mapping_at
@@ -60,6 +61,7 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         self._called = False  # since the last observation
         self._traces, self._checkpoints, self._digests = traces.resolve(), checkpoints, digests
         self._sources = SourceChecker(checkpoints)
+        self.copied = PeerFound()  # the engine whose weights the launch of this one has copied
         self._joined: tuple[str | None, str] | None = None  # a launch of the engine, and the broadcast group it is in
 
     async def open(self) -> None:
@@ -90,7 +92,9 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         read_layout(Path(call.directory))
         return Taken(Path(call.directory))
 
-    async def _check_source(self, launch: LaunchT, call: CheckSource, timeout_s: float) -> None:
+    async def _check_source(self, client: EngineClient, launch: LaunchT, call: CheckSource, timeout_s: float) -> None:
+        if await self._holds_copy(client, launch, call):
+            return
         until = time.monotonic() + timeout_s * READ_AHEAD_SHARE
         where = call.source, call.manifest, launch.model, self._identity
         await to_thread.run_sync(self._sources.check, *where, until, self._missing(launch))
@@ -103,17 +107,28 @@ class AttachedEngine(ABC, Generic[LaunchT]):
 
         It identifies the contents of engines of this kind and layout, not of files: engines fuse and prepack tensors.
         """
-        method, parameter = self._checksums
         announced = isinstance(call, Load) and call.manifest is not None and call.manifest.content is not None
         asked = self._digests == "always" or (announced and self._digests == "announced")
-        if not asked or parameter not in launch.methods.get(method, ()):
-            return Returned(took=took)
+        return Returned(digest=await self._digest(client, launch) if asked else None, took=took)
+
+    async def _holds_copy(self, client: EngineClient, launch: LaunchT, call: CheckSource | Load) -> bool:
+        """Return whether the engine holds these weights because its launch copied them. Its checksums show that."""
+        content = call.manifest.content if call.manifest is not None else None
+        if content == self.copied.content and self.copied.digest:
+            with suppress(EngineError):
+                return await self._digest(client, launch) == self.copied.digest
+        return False
+
+    async def _digest(self, client: EngineClient, launch: LaunchT) -> str | None:
+        method, parameter = self._checksums
+        if parameter not in launch.methods.get(method, ()):
+            return None
         sums = named_checksums(await client.call(method, action="checksum"))
         arranged = [launch.version, launch.device, launch.world, launch.precision, sorted(sums)]
         layout, content = (
             hashlib.sha256(json.dumps(part).encode()).hexdigest() for part in (arranged, sorted(sums.items()))
         )
-        return Returned(digest=f"{self.kind.name}:{layout[:16]}:{content}", took=took)
+        return f"{self.kind.name}:{layout[:16]}:{content}"
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ from schemas import events
 from schemas.commands import Broadcast, Manifest
 from schemas.errors import EngineError, RefusedError, UnansweredError, UnsupportedError
 from schemas.events import Load, Restore
+from schemas.logs import logger_of
 from workers.engines.attached import AttachedEngine, label_after, weight_update
 from workers.engines.checkpoint import Taken, buckets, group_ranks, torch_dtypes_and_shapes
 from workers.engines.client import RETRY_S, CallRefused, EngineClient, begun, retry_time_s
@@ -47,6 +48,8 @@ from workers.engines.counters import requests_under_way
 from workers.engines.sglang.launch import BESIDE, SGLANG, SGLangLaunch
 from workers.engines.sglang.profile import NEVER, profile_arguments
 from workers.traces.node import collect_traces, make_fresh, require_writable
+
+logger = logger_of("agent")
 
 FLUSH_WAIT_S: Final = 5.0
 """Most seconds that the server itself waits for a moment without requests, if its version can."""
@@ -78,7 +81,7 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
         flushed, self._flushed = self._flushed, False
         match call:
             case events.CheckSource():
-                await self._check_source(launch, call, timeout_s)
+                await self._check_source(client, launch, call, timeout_s)
             case events.Pause():
                 await self._pause(client, launch, call, timeout_s)
             case events.Resume():
@@ -124,6 +127,8 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
         took = ""
         if isinstance(call, Load) and isinstance(call.source, Broadcast):
             await self._receive(client, launch, call.source, call.manifest)
+        elif isinstance(call, Load) and await self._holds_copy(client, launch, call):
+            logger.info("version %d is held already: the launch copied it from %s", call.version, self.copied.url)
         else:
             taken = await to_thread.run_sync(self._directory, launch, call)
             path, took, flush = path_to_load(taken), taken.took, launch.flushes_in_load

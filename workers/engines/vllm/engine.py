@@ -61,7 +61,7 @@ class VLLMEngine(AttachedEngine[VLLMLaunch]):
         client, launch = await self._attached()
         match call:
             case events.CheckSource():
-                await self._check_source(launch, call, timeout_s)
+                await self._check_source(client, launch, call, timeout_s)
             case events.Pause():
                 await self._pause(client, launch, call)
             case events.Resume():
@@ -132,10 +132,12 @@ class VLLMEngine(AttachedEngine[VLLMLaunch]):
                 freezes = "mode" in await self._read_by_pause(client, launch)
                 await self._pause(client, launch, events.Pause("keep" if freezes else "wait"))
 
-    async def _check_source(self, launch: VLLMLaunch, call: events.CheckSource, timeout_s: float) -> None:
+    async def _check_source(
+        self, client: EngineClient, launch: VLLMLaunch, call: events.CheckSource, timeout_s: float
+    ) -> None:
         if isinstance(call.source, Broadcast) and "update_weights" not in launch.methods:
             raise CheckpointError(f"vllm {launch.version} can't receive a broadcast: sync from a checkpoint.")
-        await super()._check_source(launch, call, timeout_s)
+        await super()._check_source(client, launch, call, timeout_s)
 
     async def _load(self, client: EngineClient, launch: VLLMLaunch, call: Load | Restore) -> events.Returned:
         took = ""
