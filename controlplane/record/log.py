@@ -122,7 +122,8 @@ class RunLog:
         folder = Path(copy) if copy is not None else None
         copied = folder is not None and has_copy(folder)
         if run == "resume" and not (Path(path).exists() or copied):
-            raise ConfigError(f'run="resume": there is no log {path}. Nothing was created; run="new" begins a run')
+            none = f"there is no log {path}" + (f", and no copy of one in {folder}" if folder is not None else "")
+            raise ConfigError(f'run="resume": {none}. Nothing was created; run="auto" or "new" begins a run')
         if run == "new":
             if folder is not None and copied:
                 put_aside(folder)

@@ -359,6 +359,7 @@ def test_the_block_of_the_page_brings_a_tiny_engine_to_a_checkpoint(tmp_path: Pa
         (("--replicas", "1", "--listen", "8400"), "HOST:PORT"),
         (("--replicas", "1", "--listen", "0.0.0.0:0"), "without a token"),
         (("--replicas", "2", "--engine", "http://127.0.0.1:1"), "name one for each"),
+        (("--replicas", "2", "--quorum", "3"), "quorum is 3, and there are 2 replicas"),
         (("--engine", "node0:8000"), "must begin with http://"),
     ],
 )
