@@ -310,16 +310,8 @@ def test_whether_an_update_waits_for_engines_that_are_down_is_an_option_of_the_g
 
 
 def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
-    words = (
-        "-m",
-        "controlplane.cli",
-        "gateway",
-        "--address",
-        "tcp://127.0.0.1:0",
-        "--listen",
-        "127.0.0.1:0",
-        "--ports",
-    )
+    places = ("--address", "tcp://127.0.0.1:0", "--listen", "127.0.0.1:0", "--ports")
+    words = ("-m", "controlplane.cli", "gateway", *places)
     with started(*words, "--replicas", "2", "--log", tmp_path / "run.db", cwd=tmp_path) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(3)]

@@ -8,12 +8,7 @@ import pytest
 
 from tests.engines.http_servers import HttpServer
 from tests.trainers.gateway_fleet import MODEL, GatewayFleet, digest_of, gateway_fleet
-from tests.trainers.posting_trainers import (
-    HTTP,
-    PrimeRL,
-    Slime,
-    SlimRouter,
-)
+from tests.trainers.posting_trainers import HTTP, PrimeRL, Slime, SlimRouter
 from tests.waiting import until, wait_until
 
 # --- a router in between ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -9,19 +10,11 @@ import httpx
 import jsonschema
 import pytest
 
+from controlplane.plane import ControlPlane
 from controlplane.trainers.gateway.service import Gateway
 from tests.engines.http_servers import HttpServer
-from tests.trainers.gateway_fleet import MODEL, GatewayFleet, digest_of, gateway_fleet, on_a_thread
-from tests.trainers.posting_trainers import (
-    HTTP,
-    AdminPlane,
-    AReaL,
-    DynamoAdmin,
-    Miles,
-    PrimeRL,
-    SkyRL,
-    Slime,
-)
+from tests.trainers.gateway_fleet import MODEL, QUICK, GatewayFleet, digest_of, gateway_fleet, on_a_thread
+from tests.trainers.posting_trainers import HTTP, AdminPlane, AReaL, DynamoAdmin, Miles, PrimeRL, SkyRL, Slime
 from tests.waiting import until, wait_until
 
 OPENAPI = json.loads(Path("docs/gateway-openapi.json").read_text())
@@ -141,10 +134,8 @@ def test_a_sync_is_one_request_with_a_verdict_for_each_worker_as_the_openapi_fil
         assert HTTP.get(f"{fleet.urls[0]}/get_weight_version").json() == {"weight_version": "70"}
 
         aborted = sync(fleet.write("step_2", 2, hidden=32))
-        assert (aborted.status_code, aborted.json()["status"]) == (
-            409,
-            "aborted",
-        ) and "retry-after" not in aborted.headers
+        assert (aborted.status_code, aborted.json()["status"]) == (409, "aborted")
+        assert "retry-after" not in aborted.headers
         assert {said["verdict"] for said in aborted.json()["workers"].values()} == {"unchanged", "quarantined"}
         assert sync(Path("/elsewhere")).status_code == 400 and sync(tmp_path / "run" / "none").status_code == 409
         assert sync(tmp_path, {"origin": "http://a.page"}).status_code == 403
@@ -192,13 +183,21 @@ def test_a_restarted_gateway_goes_on_with_skyrls_delta_from_the_log(
     asyncio.run(trainer.init_weight_update_communicator())
     fleet.write("local/weights", 1)
     asyncio.run(trainer.send(1, "s3://bucket/run"))
-    engines = [server.url for server in servers]
-    again = Gateway(fleet.plane, replicas=2, checkpoints=fleet.folder / "run", engines=engines)
-    with on_a_thread(again.serve):
+    address, root, engines = fleet.plane.address, fleet.folder / "run", [server.url for server in servers]
+    fleet.plane.close()
+    log = fleet.folder / "run.db"
+    with (
+        ControlPlane(address, log=log, run="resume", config=QUICK, checkpoints=root) as fleet.plane,
+        ExitStack() as opened,
+    ):
+        again = Gateway(fleet.plane, replicas=2, checkpoints=root, engines=engines)
+        opened.enter_context(on_a_thread(again.serve))
+        fleet.plane.wait_for_agents(2, timeout=60).wait()
         trainer.urls = again.base_urls()
         fleet.write("local/weights", 2)
         asyncio.run(trainer.send(2, "s3://bucket/run"))
-    assert fleet.syncs() == [("committed", (0, 1))] * 2 and fleet.digests() == [digest_of(2)] * 2
+        assert fleet.digests() == [digest_of(2)] * 2
+    assert fleet.syncs() == [("committed", (0, 1))] * 2
 
 
 # --- slime and miles --------------------------------------------------------------------------------------------------
