@@ -122,8 +122,7 @@ class RunLog:
         folder = Path(copy) if copy is not None else None
         copied = folder is not None and has_copy(folder)
         if run == "resume" and not (Path(path).exists() or copied):
-            none = f"there is no log {path}" + (f", and no copy of one in {folder}" if folder is not None else "")
-            raise ConfigError(f'run="resume": {none}. Nothing was created; run="auto" or "new" begins a run')
+            raise ConfigError(f'run="resume": there is no log {path}, nor a copy. Nothing was done; "auto" begins one')
         if run == "new":
             if folder is not None and copied:
                 put_aside(folder)

@@ -133,6 +133,7 @@ def test_a_server_is_asked_for_its_model_once_and_with_the_key_of_the_client(tmp
             headers = {"authorization": "Bearer of-the-engine"}
             (row,) = HTTP.get(f"{served.url}/v1/rl/workers", headers=headers).json()["workers"]
             assert (row["model"], row["health"], row["error"]) == ("m", "not_ready", "no agent has joined there")
+            assert row["routes"] == [] and not row.keys() & {"admin_base_url", "world_size"}  # as in a Dynamo
         (request,) = engine.requests
         assert (request.path, request.token) == ("/v1/models", "of-the-engine")
 
