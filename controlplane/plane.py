@@ -159,7 +159,7 @@ class ControlPlane(EngineCommands):
                     *(self._log, filesystem),
                 )
             if log.continues and self._run is None:
-                logger.warning('%s. run="auto" says that this is meant', log.continues)
+                logger.warning('%s. run="auto" (`--run auto`) says that this is meant', log.continues)
             bus = Bus(
                 self._address,
                 log,

@@ -122,7 +122,7 @@ class RunLog:
         folder = Path(copy) if copy is not None else None
         copied = folder is not None and has_copy(folder)
         if run == "resume" and not (Path(path).exists() or copied):
-            raise ConfigError(f'run="resume": there is no log {path}. Nothing was created; run="new" begins a run')
+            raise ConfigError(f'run="resume": there is no log {path}, nor a copy. Nothing was done; "auto" begins one')
         if run == "new":
             if folder is not None and copied:
                 put_aside(folder)

@@ -133,6 +133,7 @@ def test_a_server_is_asked_for_its_model_once_and_with_the_key_of_the_client(tmp
             headers = {"authorization": "Bearer of-the-engine"}
             (row,) = HTTP.get(f"{served.url}/v1/rl/workers", headers=headers).json()["workers"]
             assert (row["model"], row["health"], row["error"]) == ("m", "not_ready", "no agent has joined there")
+            assert row["routes"] == [] and not row.keys() & {"admin_base_url", "world_size"}  # as in a Dynamo
         (request,) = engine.requests
         assert (request.path, request.token) == ("/v1/models", "of-the-engine")
 
@@ -310,16 +311,8 @@ def test_whether_an_update_waits_for_engines_that_are_down_is_an_option_of_the_g
 
 
 def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
-    words = (
-        "-m",
-        "controlplane.cli",
-        "gateway",
-        "--address",
-        "tcp://127.0.0.1:0",
-        "--listen",
-        "127.0.0.1:0",
-        "--ports",
-    )
+    places = ("--address", "tcp://127.0.0.1:0", "--listen", "127.0.0.1:0", "--ports")
+    words = ("-m", "controlplane.cli", "gateway", *places)
     with started(*words, "--replicas", "2", "--log", tmp_path / "run.db", cwd=tmp_path) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(3)]
@@ -359,6 +352,7 @@ def test_the_block_of_the_page_brings_a_tiny_engine_to_a_checkpoint(tmp_path: Pa
         (("--replicas", "1", "--listen", "8400"), "HOST:PORT"),
         (("--replicas", "1", "--listen", "0.0.0.0:0"), "without a token"),
         (("--replicas", "2", "--engine", "http://127.0.0.1:1"), "name one for each"),
+        (("--replicas", "2", "--quorum", "3"), "quorum is 3, and there are 2 replicas"),
         (("--engine", "node0:8000"), "must begin with http://"),
     ],
 )

@@ -8,12 +8,7 @@ import pytest
 
 from tests.engines.http_servers import HttpServer
 from tests.trainers.gateway_fleet import MODEL, GatewayFleet, digest_of, gateway_fleet
-from tests.trainers.posting_trainers import (
-    HTTP,
-    PrimeRL,
-    Slime,
-    SlimRouter,
-)
+from tests.trainers.posting_trainers import HTTP, PrimeRL, Slime, SlimRouter
 from tests.waiting import until, wait_until
 
 # --- a router in between ----------------------------------------------------------------------------------------------
@@ -65,11 +60,13 @@ def test_a_cause_that_passes_is_tried_again_and_one_that_lasts_is_not(
         away = HTTP.post(f"{fleet.urls[0]}/update_weights", json=body)
         assert away.status_code == 503 and int(away.headers["retry-after"]) > 0 and "1.0: missing (absent" in away.text
         assert HTTP.get(f"{fleet.urls[1]}/health").headers["retry-after"] == away.headers["retry-after"]
+        enough = HTTP.post(f"{fleet.gateway.url}/v1/rl/syncs", json={"model_path": body["weight_dir"], "quorum": 1})
+        assert enough.status_code == 200 and enough.json()["workers"]["1"]["verdict"] == "unproven"
         fleet.start_agent(1)
         wait_until(lambda: len(fleet.plane.serving()) == 2)
         trainer = PrimeRL(fleet.urls)
         asyncio.run(trainer.update_weights(fleet.folder / "run" / "step_1"))
-        assert fleet.syncs() == [("aborted", ()), ("committed", (0, 1))]
+        assert fleet.syncs() == [("aborted", ()), ("committed", (0,)), ("committed", (0, 1))]
 
         body = {"weight_dir": str(fleet.write("step_2", 2, hidden=32))}
         lasts = HTTP.post(f"{fleet.urls[0]}/update_weights", json=body)

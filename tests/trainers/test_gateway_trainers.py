@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -9,19 +10,11 @@ import httpx
 import jsonschema
 import pytest
 
+from controlplane.plane import ControlPlane
 from controlplane.trainers.gateway.service import Gateway
 from tests.engines.http_servers import HttpServer
-from tests.trainers.gateway_fleet import MODEL, GatewayFleet, digest_of, gateway_fleet, on_a_thread
-from tests.trainers.posting_trainers import (
-    HTTP,
-    AdminPlane,
-    AReaL,
-    DynamoAdmin,
-    Miles,
-    PrimeRL,
-    SkyRL,
-    Slime,
-)
+from tests.trainers.gateway_fleet import MODEL, QUICK, GatewayFleet, digest_of, gateway_fleet, on_a_thread
+from tests.trainers.posting_trainers import HTTP, AdminPlane, AReaL, DynamoAdmin, Miles, PrimeRL, SkyRL, Slime
 from tests.waiting import until, wait_until
 
 OPENAPI = json.loads(Path("docs/gateway-openapi.json").read_text())
@@ -45,7 +38,7 @@ def test_prime_rl_moves_the_fleet_step_by_step(fleet: GatewayFleet, client: type
 def test_prime_rl_is_told_at_once_of_a_checkpoint_that_cannot_be_loaded(fleet: GatewayFleet) -> None:
     trainer = PrimeRL(fleet.urls)
     asyncio.run(trainer.update_weights(fleet.write("step_1", 1)))
-    with pytest.raises(httpx.HTTPStatusError, match="409"):
+    with pytest.raises(httpx.HTTPStatusError, match="409 checkpoint refused: .*step_2"):
         asyncio.run(trainer.update_weights(fleet.folder / "run" / "step_2"))  # its marker, and no weights
     refused = [status for path, status in trainer.attempts if path == "/update_weights"][2:]
     assert set(refused) == {"409"} and len(refused) <= 2
@@ -125,8 +118,9 @@ def test_a_sync_is_one_request_with_a_verdict_for_each_worker_as_the_openapi_fil
     with gateway_fleet(tmp_path, replicas=3, engines=[servers[0].url] * 3, roots=roots) as fleet:
         url = f"{fleet.gateway.url}/v1/rl/syncs"
 
-        def sync(directory: Path, **fields: str) -> httpx.Response:
-            answer = HTTP.post(url, json={"model_path": str(directory), "weight_version": "70", **fields})
+        def sync(directory: Path, headers: dict[str, str] | None = None, **fields: object) -> httpx.Response:
+            body = {"model_path": str(directory), "weight_version": "70", **fields}
+            answer = HTTP.post(url, json=body, headers=headers)
             expected = OPENAPI["paths"]["/v1/rl/syncs"]["post"]["responses"][str(answer.status_code)]
             (content,) = expected["content"].values()
             jsonschema.validate(answer.json(), {**content["schema"], "components": OPENAPI["components"]})
@@ -140,12 +134,13 @@ def test_a_sync_is_one_request_with_a_verdict_for_each_worker_as_the_openapi_fil
         assert HTTP.get(f"{fleet.urls[0]}/get_weight_version").json() == {"weight_version": "70"}
 
         aborted = sync(fleet.write("step_2", 2, hidden=32))
-        assert (aborted.status_code, aborted.json()["status"]) == (
-            409,
-            "aborted",
-        ) and "retry-after" not in aborted.headers
+        assert (aborted.status_code, aborted.json()["status"]) == (409, "aborted")
+        assert "retry-after" not in aborted.headers
         assert {said["verdict"] for said in aborted.json()["workers"].values()} == {"unchanged", "quarantined"}
         assert sync(Path("/elsewhere")).status_code == 400 and sync(tmp_path / "run" / "none").status_code == 409
+        assert sync(tmp_path, {"origin": "http://a.page"}).status_code == 403
+        never = sync(fleet.folder / "run" / "step_1", quorum=4)  # no fleet of three ever meets it
+        assert never.status_code == 400 and "quorum is 4, and there are 3 replicas" in never.text
         wait_until(lambda: fleet.plane.serving() == {0: 1, 1: 1})
 
         fleet.stop_agent(0)
@@ -188,13 +183,21 @@ def test_a_restarted_gateway_goes_on_with_skyrls_delta_from_the_log(
     asyncio.run(trainer.init_weight_update_communicator())
     fleet.write("local/weights", 1)
     asyncio.run(trainer.send(1, "s3://bucket/run"))
-    engines = [server.url for server in servers]
-    again = Gateway(fleet.plane, replicas=2, checkpoints=fleet.folder / "run", engines=engines)
-    with on_a_thread(again.serve):
+    address, root, engines = fleet.plane.address, fleet.folder / "run", [server.url for server in servers]
+    fleet.plane.close()
+    log = fleet.folder / "run.db"
+    with (
+        ControlPlane(address, log=log, run="resume", config=QUICK, checkpoints=root) as fleet.plane,
+        ExitStack() as opened,
+    ):
+        again = Gateway(fleet.plane, replicas=2, checkpoints=root, engines=engines)
+        opened.enter_context(on_a_thread(again.serve))
+        fleet.plane.wait_for_agents(2, timeout=60).wait()
         trainer.urls = again.base_urls()
         fleet.write("local/weights", 2)
         asyncio.run(trainer.send(2, "s3://bucket/run"))
-    assert fleet.syncs() == [("committed", (0, 1))] * 2 and fleet.digests() == [digest_of(2)] * 2
+        assert fleet.digests() == [digest_of(2)] * 2
+    assert fleet.syncs() == [("committed", (0, 1))] * 2
 
 
 # --- slime and miles --------------------------------------------------------------------------------------------------
@@ -216,7 +219,7 @@ def test_slime_reloads_from_disk_and_removes_the_files(ports: GatewayFleet) -> N
 def test_slime_is_told_of_an_abort_and_its_engines_generate_on(ports: GatewayFleet) -> None:
     trainer = Slime(ports.addresses)
     trainer.reload(ports.write("weight_v000001", 1), "1")
-    with pytest.raises(httpx.HTTPStatusError, match="409"):
+    with pytest.raises(httpx.HTTPStatusError, match=r"409 weights v2 aborted: .*source_refused"):
         trainer.reload(ports.write("weight_v000002", 2, hidden=32), "2")
     # slime has no `finally`: its continue_generation never comes, and nothing is paused
     assert ports.syncs()[-1][0] == "aborted" and ports.generates_on() == [1, 1]

@@ -231,7 +231,7 @@ def test_a_new_run_puts_the_copy_of_the_earlier_one_aside(here: Machine) -> None
 
 
 def test_there_must_be_a_log_or_a_copy_to_resume(here: Machine) -> None:
-    with pytest.raises(ConfigError, match='run="resume": there is no log'):
+    with pytest.raises(ConfigError, match=r'run="resume": there is no log .*, nor a copy. .*"auto" begins'):
         here.open("resume")
     assert not here.copy.exists()
 

@@ -65,11 +65,10 @@ def worker_row(view: FleetView, replica: int, url: str, model: str | None, versi
     engine, _, engine_version = (status.engine if status is not None else "unknown").partition(" ")
     row: dict[str, object] = {
         **ALIKE,
-        **dict.fromkeys(("request_plane_url", "admin_base_url", "url", "base_url", "control_url"), url),
+        **dict.fromkeys(("request_plane_url", "url", "base_url", "control_url"), url),
         "transport": {"http": url},
         "instance_id": replica,
         "id": str(replica),
-        "world_size": world_size(view, replica),
         "model": model,
         "model_id": model or "unknown",
         "engine": engine,
@@ -77,4 +76,6 @@ def worker_row(view: FleetView, replica: int, url: str, model: str | None, versi
         "health": "not_ready" if version is None else "ready",
         "weight_version": version,
     }
-    return row if member is not None else {**row, "error": view.unfit(replica)}
+    if member is None:  # as of Dynamo, whose clients then find nothing to post to
+        return {**row, "routes": [], "error": view.unfit(replica)}
+    return {**row, "admin_base_url": url, "world_size": world_size(view, replica)}

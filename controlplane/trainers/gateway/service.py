@@ -86,6 +86,8 @@ class Gateway:
     ) -> None:
         if engines and len(engines) != replicas:
             raise ConfigError(f"{len(engines)} engines are named, and there are {replicas} replicas: name one for each")
+        if (quorum or 0) > replicas:
+            raise ConfigError(f"quorum is {quorum}, and there are {replicas} replicas: no update would ever meet it")
         if wrong := [url for url in engines if not url.startswith(("http://", "https://"))]:
             raise ConfigError(f"the engine {wrong[0]!r} is no URL: it must begin with http:// or https://")
         exposed = not (token or is_local(f"tcp://{host}:{port}"))
@@ -196,7 +198,7 @@ class Gateway:
             case "POST", "/v1/rl/syncs":
                 return await self._of_replica(request, 0, path)  # whichever: it is about all of them
         below = " ".join(self.base_urls(request.url.hostname))
-        known = f"/workers, /v1/rl/workers, /v1/rl/syncs, and the routes of an engine below {below}"
+        known = f"GET /workers, GET /v1/rl/workers, POST /v1/rl/syncs, and the routes of an engine below {below}"
         return _json(400, f"{request.method} {path} is refused: it is about no replica. There are {known}")
 
     async def _of_replica(self, request: Request, replica: int, path: str) -> Response:
@@ -244,6 +246,9 @@ class Gateway:
         return _json(status, message, more)
 
     async def _sync(self, request: Request, post: routes.SyncPost) -> Response:
+        quorum = post.limits.get("quorum")
+        if isinstance(quorum, int) and quorum > self._replicas:
+            return _json(400, f"quorum is {quorum}, and there are {self._replicas} replicas. Nothing was done")
         answer, report = await self._posts.sync(post, request.is_disconnected)
         if report is None:
             return _json(*answer)
@@ -252,10 +257,9 @@ class Gateway:
     def _unfit(self, replica: int) -> str:
         """Why a replica gets no requests; empty if it gets them."""
         failed, tried_s = self._failures.get(replica, (0, 0.0))
-        if reason := self._plane.view().unfit(replica):
-            return reason
         suspect = failed >= FAILURES_MAX and anyio.current_time() - tried_s < SUSPECT_S
-        return f"its server failed {failed} requests in a row, as seen from here" if suspect else ""
+        seen = f"its server failed {failed} requests in a row, as seen from here" if suspect else ""
+        return self._plane.view().unfit(replica) or seen
 
     def _note(self, replica: int, answered: bool) -> None:
         """Count what its server failed in a row."""
@@ -275,14 +279,9 @@ class Gateway:
                     tasks.start_soon(self._find_model, request, replica)
         view, urls = self._plane.view(), self.base_urls(request.url.hostname)
         self._membership = self._membership.now(view)
+        versions = {replica: None if self._unfit(replica) else self._version(replica) for replica in replicas}
         rows = [
-            worker_row(
-                view,
-                replica,
-                urls[replica],
-                self._models.get(self._engine(replica)),
-                None if self._unfit(replica) else self._version(replica),
-            )
+            worker_row(view, replica, urls[replica], self._models.get(self._engine(replica)), versions[replica])
             for replica in replicas
             if f"{replica}.0" not in view.state.retired
         ]
