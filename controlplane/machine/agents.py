@@ -287,7 +287,7 @@ def on_retire_requested(state: CoordinatorState, event: events.RetireRequested, 
     agents = frozenset[str]().union(*matches.values())
     alive = [name for name in agents if name in state.members and state.members[name].state in ALIVE]
     if unknown or alive:
-        reason = f"agent {format_agents(alive)} is running: stop it first" if alive else ""
+        reason = f"agent {format_agents(alive)} is running: stop it first, or drain its replica" if alive else ""
         reason = reason or f"this run has no agent {format_list(unknown)}"
         effects.append(events.Refuse(ticket=event.ticket, kind="retire", reason=f"{reason}. Nothing was retired"))
         return state

@@ -206,7 +206,7 @@ def test_a_running_agent_and_an_unknown_place_cannot_be_retired() -> None:
     bus.lose("1.0")
     before = bus.state
     for places, why in (
-        (("1",), "agent 1.1 is running: stop it first. Nothing was retired"),
+        (("1",), "agent 1.1 is running: stop it first, or drain its replica. Nothing was retired"),
         (("1.0", "7"), "this run has no agent 7. Nothing was retired"),
     ):
         ticket = bus.retire(*places)

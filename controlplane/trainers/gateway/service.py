@@ -218,7 +218,7 @@ class Gateway:
         meaning = routes.read_request(request.method, path, fields, self._roots)
         match meaning:
             case routes.RefusedPost(message):
-                logger.warning("replica %d: %s", replica, message)
+                logger.warning("%s%s", "" if path == "/v1/rl/syncs" else f"replica {replica}: ", message)
                 return _json(400, message)
             case routes.Plain.DISCOVERY:
                 return await self._discovery(request, [replica])
