@@ -267,7 +267,7 @@ def test_an_agent_rejects_wrong_engine_options_before_it_starts(args: tuple[str,
 def test_a_place_is_retired_only_if_no_agent_is_there(plane: ControlPlane) -> None:
     env = {"ROLLOUTCTL_BUS": plane.address}
     refused = typed("retire", "0", "0.1", env=env)
-    assert refused.returncode != 0 and "agent 0.0, 0.1 is running: stop it first, or drain its replica" in refused.stderr
+    assert refused.returncode != 0 and "0.0, 0.1 is running: stop it first, or drain its replica" in refused.stderr
     unknown = typed("retire", "7-9", env=env)
     assert unknown.returncode != 0 and "this run has no agent 7, 8, 9" in unknown.stderr
     assert "it has 0.0, 0.1" in unknown.stderr
