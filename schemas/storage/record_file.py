@@ -101,7 +101,8 @@ class RecordFile(RecordReader):
                 raise database.translate(path, error, 0) from error
             except OSError as error:
                 raise LogError(f"{path}: can't be opened for writing: {error.strerror}") from error
-            opened._note_files()
+            for _, watch in opened._watched:
+                watch.note()
             undo.pop_all()
         return opened
 
@@ -293,10 +294,6 @@ class RecordFile(RecordReader):
                     "had been committed, and some may be lost. Keep a copy of what is left, and go on in another file"
                 )
                 raise LogError(f"{self.path}: {self._faulted}")
-
-    def _note_files(self) -> None:
-        for _, watch in self._watched:
-            watch.note()
 
     def _check_end(self) -> None:
         """Raise LogCorrupt unless the last record exists and is sound, since new ones must follow it."""
