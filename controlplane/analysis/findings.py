@@ -25,7 +25,7 @@ from schemas import events
 from schemas.config import ObservePolicy
 from schemas.formatting import agent_order, format_clock, format_duration, format_replicas
 from schemas.identity import Identity, RolloutMode, agent_of, identity_of, process_of
-from schemas.wire import Welcome
+from schemas.wire import Downward, Welcome
 
 MS: Final = 1_000_000
 """Nanoseconds in a millisecond."""
@@ -172,14 +172,14 @@ class ObservedFleet:
     # --- feeding ------------------------------------------------------------------------------------------------------
 
     def follow_bus(
-        self, entry: LogEntry, event: bus_events.CoordinatorEvent, effects: tuple[bus_events.CoordinatorEffect, ...]
+        self, entry: LogEntry, event: bus_events.CoordinatorEvent, effects: bus_events.CoordinatorEffects
     ) -> None:
         """Note which agents are there."""
         self._end_ns = max(self._end_ns, entry.at_ns)
         match event:
             case bus_events.Opened(settings=settings):
                 self._policy = self._watch.policy = settings.observe or ObservePolicy()
-            case bus_events.HelloReceived(peer=peer, hello=hello) if _is_welcome(effects):
+            case bus_events.HelloReceived(peer=peer, hello=hello) if any(sent(effects, Welcome)):
                 self._hello(entry, hello.identity, process_of(peer))
             case bus_events.PeerLost(peer=peer) if self._process.get(agent_of(peer)) == process_of(peer):
                 if agent_of(peer) in self._observing:
@@ -312,8 +312,9 @@ def _is_seen(identity: Identity) -> bool:
     return identity.mode is RolloutMode.OBSERVED and identity.node_rank == 0
 
 
-def _is_welcome(effects: tuple[bus_events.CoordinatorEffect, ...]) -> bool:
-    return any(isinstance(effect, bus_events.Send) and isinstance(effect.message, Welcome) for effect in effects)
+def sent(effects: bus_events.CoordinatorEffects, kind: type[Downward]) -> Iterator[bus_events.Send]:
+    """Yield the messages of a kind among the effects of a decision."""
+    return (effect for effect in effects if isinstance(effect, bus_events.Send) and isinstance(effect.message, kind))
 
 
 def _duration(ns: int) -> str:

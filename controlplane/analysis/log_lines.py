@@ -120,7 +120,7 @@ def _peer_event(event: bus_events.PeerEvent) -> str:
             assert_never(event)
 
 
-def _bus_effects(effects: tuple[bus_events.CoordinatorEffect, ...]) -> Iterator[str]:
+def _bus_effects(effects: bus_events.CoordinatorEffects) -> Iterator[str]:
     for effect in effects:
         match effect:
             case bus_events.Publish():

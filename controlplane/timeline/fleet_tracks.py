@@ -44,9 +44,7 @@ class BusTracks:
         self._syncs: dict[str, tuple[int, OpenSlice]] = {}  # with their versions, by adapter; of base weights under ""
         self._samples: set[str] = set()  # counters
 
-    def draw(
-        self, event: bus_events.CoordinatorEvent, effects: tuple[bus_events.CoordinatorEffect, ...], at_ns: int
-    ) -> Events:
+    def draw(self, event: bus_events.CoordinatorEvent, effects: bus_events.CoordinatorEffects, at_ns: int) -> Events:
         """Draw one record."""
         at_ns = self._last_ns = max(at_ns, self._last_ns)  # a wall clock can be set back
         yield from self._draw_event(event, effects, at_ns)
@@ -87,7 +85,7 @@ class BusTracks:
         self._next_arrow += 1
 
     def _draw_event(
-        self, event: bus_events.CoordinatorEvent, effects: tuple[bus_events.CoordinatorEffect, ...], at_ns: int
+        self, event: bus_events.CoordinatorEvent, effects: bus_events.CoordinatorEffects, at_ns: int
     ) -> Events:
         match event:
             case bus_events.Opened():  # concludes what the previous life left open
