@@ -58,7 +58,6 @@ class _Spans:
                 self._callers.pop(next(iter(self._callers)), None)
 
     def note_decision(self, event: events.CoordinatorEvent, effects: events.CoordinatorEffects) -> None:
-        """Begin and end spans."""
         caller = Context()
         if isinstance(event, events.Issued | events.SyncRequested):
             caller = self._callers.pop(event.ticket, caller)

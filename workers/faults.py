@@ -89,7 +89,6 @@ class FaultInjector:
         return self._relays[address, connection].address
 
     def close(self) -> None:
-        """Close the relays, with their connections."""
         for relay in self._relays.values():
             relay.close()
 
@@ -115,7 +114,6 @@ class FaultInjector:
                 asyncio.get_running_loop().call_later(fault.after_s, self._happen, fault)
 
     def faults_of_call(self) -> list[PlannedFault]:
-        """Return the faults of the call that is about to be made."""
         due, self._due_calls = self._due_calls, []
         return due
 

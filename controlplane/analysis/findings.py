@@ -119,7 +119,6 @@ class Spans:
             del self.newest[:-SPANS_MAX]
 
     def end(self, at_ns: int) -> None:
-        """The log ends here."""
         if self.current is not None and self.current.known:
             self.current.seen_ns = at_ns
 
@@ -143,7 +142,6 @@ class ObservedReplica:
         return Seen() if self.away else self.last
 
     def follow(self, change: _Change) -> None:
-        """Note a change."""
         self.away = change.seen == "away"
         if isinstance(change.seen, Seen):
             self.last = change.seen
@@ -160,7 +158,6 @@ class ObservedFleet:
         self.begin(None)
 
     def begin(self, state: CoordinatorState | None) -> None:
-        """The log begins with this state."""
         begin = state or CoordinatorState()
         self._policy = begin.settings.observe or ObservePolicy()
         self._observing = {name for name, member in begin.members.items() if _is_seen(member.hello.identity)}
@@ -174,7 +171,6 @@ class ObservedFleet:
     def follow_bus(
         self, entry: LogEntry, event: bus_events.CoordinatorEvent, effects: bus_events.CoordinatorEffects
     ) -> None:
-        """Note which agents are there."""
         self._end_ns = max(self._end_ns, entry.at_ns)
         match event:
             case bus_events.Opened(settings=settings):
@@ -186,7 +182,6 @@ class ObservedFleet:
                     self._change(entry, agent_of(peer), "away")
 
     def follow_agent(self, entry: LogEntry, event: events.Event) -> None:
-        """Note what an agent saw."""
         self._end_ns = max(self._end_ns, entry.at_ns)
         agent = entry.agent
         match event:
@@ -273,7 +268,6 @@ class _TearWatch:
             self._close(change.at_ns, "")
 
     def end(self, at_ns: int) -> None:
-        """The log ends here."""
         self._note(at_ns)
         self._close(at_ns, ", and still at the end of the log")
 

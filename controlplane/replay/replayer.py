@@ -140,7 +140,6 @@ class Replayer(Generic[S]):
         return sha256(encode(states)).hexdigest()
 
     def result(self) -> Replayed:
-        """Return the result so far."""
         agents, holes = tuple(sorted(self._lives)), tuple(self._holes)
         return Replayed(self._records, self._compared, self._marks, agents, holes, self.state_hash())
 

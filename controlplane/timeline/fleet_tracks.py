@@ -45,7 +45,6 @@ class BusTracks:
         self._samples: set[str] = set()  # counters
 
     def draw(self, event: bus_events.CoordinatorEvent, effects: bus_events.CoordinatorEffects, at_ns: int) -> Events:
-        """Draw one record."""
         at_ns = self._last_ns = max(at_ns, self._last_ns)  # a wall clock can be set back
         yield from self._draw_event(event, effects, at_ns)
         for effect in effects:

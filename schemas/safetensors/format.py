@@ -169,7 +169,6 @@ def _open_nonblocking(path: str, flags: int) -> int:
 
 
 def _read_header(path: Path) -> dict[str, TensorPlace]:
-    """Return where each tensor of one file is."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)

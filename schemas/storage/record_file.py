@@ -193,7 +193,6 @@ class RecordFile(RecordReader):
             self._connection.execute("PRAGMA journal_mode = DELETE")
 
     def _write(self, group: list[Row], marks: list[MarkRow]) -> None:
-        """Write a group and marks as one transaction."""
         self._writing = True
         checkpointer = self._checkpointer
         drops = self._dropped_before > 0

@@ -47,7 +47,6 @@ class KeyPair(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def generate(cls) -> Self:
-        """Return a new pair."""
         public, secret = zmq.curve_keypair()
         return cls(public=public.decode(), secret=secret.decode())
 
@@ -115,7 +114,6 @@ class KeySource:
         return self._keys
 
     def credentials(self) -> Credentials:
-        """Return what to dial with."""
         return Credentials(self._keys.pair, self._keys.server)
 
     def refresh(self) -> bool:

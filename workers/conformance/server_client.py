@@ -48,7 +48,6 @@ class ServerClient:
         return await to_thread.run_sync(_gpu_bytes)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
     async def _request(self, prompt: list[int], max_tokens: int, model: str) -> tuple[str, dict[str, Any]]:

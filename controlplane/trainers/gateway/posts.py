@@ -140,7 +140,6 @@ class Posts:
                 current.end(current.answer)
 
     async def answer(self, replica: int, meaning: routes.Meaning, is_disconnected: IsDisconnected) -> Answer:
-        """Do what a post means, and return its answer."""
         match meaning:
             case routes.PausePost(mode):
                 self._paused[replica] = max(mode, self._paused.get(replica, mode), key=STRENGTH.index)
