@@ -35,7 +35,6 @@ class Luck:
         self._values: dict[tuple[str, str], Iterator[float]] = {}
 
     def of(self, place: str, what: str) -> Random:
-        """Return the luck of one thing at one place."""
         if (place, what) not in self._randoms:
             self._randoms[place, what] = Random(f"{self._seed} {place} {what}")
         return self._randoms[place, what]

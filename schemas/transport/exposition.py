@@ -117,7 +117,6 @@ class MetricsServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """End a connection, on its thread."""
         self._began_s.pop(request, None)
         super().shutdown_request(request)
 

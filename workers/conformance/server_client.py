@@ -90,7 +90,6 @@ async def _events(answer: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def _gpu_bytes() -> int | None:
-    """Bytes in use on all GPUs of this machine."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None

@@ -99,7 +99,6 @@ class UpdateSet:
         self.delivered, self.limits = set[int](), dict[str, Any]()
 
     def end(self, answer: Answer) -> None:
-        """Answer all posts."""
         self.answer = answer
         self.complete.set()
         self.ended.set()
