@@ -103,9 +103,7 @@ class _Collector:
 
     def add_readable(self, entries: Iterator[LogItem]) -> None:
         """Add what can be read after a record that could not."""
-        for entry in entries:
-            if not isinstance(entry, LogEntry):
-                continue
+        for entry in (item for item in entries if isinstance(item, LogEntry)):
             try:
                 self._add(entry)
             except LogCorrupt:
