@@ -154,7 +154,25 @@ class BusCollector(TableCollector):
                 self._samples.labels(str(behind), result)
 
     def read(self) -> Iterator[Sample]:
-        return _read(self._bus)
+        bus = self._bus
+        state, now_us = bus.state, bus.now_us()
+        yield "rolloutctl_bus_info", (state.run, str(LOGIC)), 1
+        yield "rolloutctl_bus_up", (), bus.is_up
+        yield "rolloutctl_bus_epoch", (), state.epoch
+        yield "rolloutctl_bus_file_descriptors_left", (), limit_and_left()[1]
+        yield "rolloutctl_log_size_bytes", (), _size_of_log(bus)
+        yield "rolloutctl_log_commit_failures_total", (), bus.fault is not None
+        yield "rolloutctl_malformed_messages_total", (), bus.inbox.malformed
+        yield "rolloutctl_safety_polls_total", (), bus.router.safety_polls + bus.publisher.safety_polls
+        yield "rolloutctl_sync_in_progress", (), state.sync is not None
+        for name, adapter in adapter_statuses(state).items():
+            yield "rolloutctl_adapter_version", (name,), adapter.version
+            yield "rolloutctl_adapter_replicas", (name,), len(adapter.replicas)
+        yield "rolloutctl_open_commands", (), len(state.open)
+        oldest_us = min((command.issued_us for command in state.open), default=now_us)
+        yield "rolloutctl_oldest_open_command_seconds", (), max(0, now_us - oldest_us) / 1e6
+        yield from _read_agents(state)
+        yield from _read_replicas(state, bus)
 
     def _note(self, event: events.CoordinatorEvent, effects: events.CoordinatorEffects) -> None:
         if isinstance(event, events.PeerLost):
@@ -191,27 +209,6 @@ class BusCollector(TableCollector):
 
 
 # --- what is read -----------------------------------------------------------------------------------------------------
-
-
-def _read(bus: Bus) -> Iterator[Sample]:
-    state, now_us = bus.state, bus.now_us()
-    yield "rolloutctl_bus_info", (state.run, str(LOGIC)), 1
-    yield "rolloutctl_bus_up", (), bus.is_up
-    yield "rolloutctl_bus_epoch", (), state.epoch
-    yield "rolloutctl_bus_file_descriptors_left", (), limit_and_left()[1]
-    yield "rolloutctl_log_size_bytes", (), _size_of_log(bus)
-    yield "rolloutctl_log_commit_failures_total", (), bus.fault is not None
-    yield "rolloutctl_malformed_messages_total", (), bus.inbox.malformed
-    yield "rolloutctl_safety_polls_total", (), bus.router.safety_polls + bus.publisher.safety_polls
-    yield "rolloutctl_sync_in_progress", (), state.sync is not None
-    for name, adapter in adapter_statuses(state).items():
-        yield "rolloutctl_adapter_version", (name,), adapter.version
-        yield "rolloutctl_adapter_replicas", (name,), len(adapter.replicas)
-    yield "rolloutctl_open_commands", (), len(state.open)
-    oldest_us = min((command.issued_us for command in state.open), default=now_us)
-    yield "rolloutctl_oldest_open_command_seconds", (), max(0, now_us - oldest_us) / 1e6
-    yield from _read_agents(state)
-    yield from _read_replicas(state, bus)
 
 
 def _read_agents(state: CoordinatorState) -> Iterator[Sample]:

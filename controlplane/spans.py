@@ -50,7 +50,6 @@ class _Spans:
         self._session: tuple[int, Span] | None = None  # by step: the profiling session that is open
 
     def note_order(self, order: events.CallerEvent) -> None:
-        """Take note of the caller's context."""
         profiles = isinstance(order, events.Issued) and isinstance(order.command, ProfileCommand)
         if isinstance(order, events.SyncRequested) or profiles:
             self._callers[order.ticket] = get_current()
@@ -58,7 +57,6 @@ class _Spans:
                 self._callers.pop(next(iter(self._callers)), None)
 
     def note_decision(self, event: events.CoordinatorEvent, effects: events.CoordinatorEffects) -> None:
-        """Begin and end spans."""
         caller = Context()
         if isinstance(event, events.Issued | events.SyncRequested):
             caller = self._callers.pop(event.ticket, caller)

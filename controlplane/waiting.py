@@ -1,6 +1,5 @@
 """Waits for agents that serve, and says what they still lack."""
 
-import socket
 from typing import Final
 
 from anyio import current_time, move_on_after
@@ -10,6 +9,7 @@ from controlplane.machine.replicas import all_serve, not_ready_reasons
 from schemas.errors import AgentsMissing
 from schemas.logs import logger_of
 from schemas.reports import FleetStatus
+from schemas.transport.addresses import as_dialled
 
 logger = logger_of("plane")
 
@@ -38,15 +38,8 @@ async def await_agents(bus: Bus, count: int, timeout_s: float) -> FleetStatus:
         expected = "1 agent that serves" if count == 1 else f"{count} agents, all of them serving,"
         lines = [f"expected {expected} within {timeout_s:g} s:", *lacking, str(fleet)]
         advice = (
-            f"Agents must be started with --bus {_as_dialled(bus.address)}. Read the logs of those that are not here: "
+            f"Agents must be started with --bus {as_dialled(bus.address)}. Read the logs of those that are not here: "
             "each says which address it connects to and what it waits for"
         )
         raise AgentsMissing("\n".join([*lines, advice])) from None
     return bus.status()
-
-
-def _as_dialled(address: str) -> str:
-    """The address as agents name it: a bus that listens everywhere is reached at this machine's name."""
-    host, _, port = address.rpartition(":")
-    everywhere = host in ("tcp://0.0.0.0", "tcp://*", "tcp://[::]")
-    return f"tcp://{socket.gethostname()}:{port}" if everywhere else address

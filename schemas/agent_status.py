@@ -35,7 +35,6 @@ class Observed(Struct, frozen=True, kw_only=True, omit_defaults=True):
     profiling: bool | None = None
 
     def condition(self) -> str:
-        """Return it in a few words."""
         weights = f"weights {self.label}" if self.label else "weights unknown"
         generating = {True: "generating", False: "paused", None: "unknown whether paused"}[self.generating]
         return ", ".join(["observed", weights, generating, *(["profiling"] if self.profiling else [])])

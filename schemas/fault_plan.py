@@ -101,7 +101,6 @@ class FaultPlan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fault: tuple[PlannedFault, ...] = ()
 
     def of(self, identity: Identity) -> tuple[PlannedFault, ...]:
-        """Return the faults of one agent."""
         return tuple(fault for fault in self.fault if identity.replica in self._places(fault, identity))
 
     def _places(self, fault: PlannedFault, identity: Identity) -> frozenset[int]:

@@ -86,7 +86,6 @@ class RateLimit(logging.Filter):
         self._before = self._counts
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is written."""
         now_s, kind = time.monotonic(), (record.pathname, record.lineno)
         if now_s - self._began_s >= self._interval_s:
             self._began_s, self._counts, self._before = now_s, {}, self._counts

@@ -230,7 +230,6 @@ class SampleStatus(Struct, frozen=True):
 
     @property
     def line(self) -> str:
-        """All of it in one line."""
         behind = f"; the newest {self.behind:.1f} versions behind" if self.behind is not None else ""
         return f"samples: {self.accepted:,} accepted, {self.refused:,} refused{behind}"
 
@@ -542,9 +541,8 @@ class SyncReport(Printable, frozen=True, kw_only=True, tag="sync_report"):
 
         For a trainer that needs its whole fleet: stricter than `raise_unless_committed`.
         """
-        if self.status == "committed" and not self.quarantined and not self.unproven:
-            return
-        raise CommandFailed(self._failure("weight sync did not succeed everywhere"))
+        if self.status != "committed" or self.quarantined or self.unproven:
+            raise CommandFailed(self._failure("weight sync did not succeed everywhere"))
 
     def _failure(self, what: str) -> str:
         return "\n".join([f"{what}: {self.headline}", *(line.text for line in self._failures())])

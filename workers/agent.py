@@ -18,7 +18,6 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self, assert_never
 
 import anyio
@@ -179,9 +178,7 @@ class Agent:
             self._resources = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._resources.aclose()
 
     async def run(self) -> None:

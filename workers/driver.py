@@ -121,7 +121,6 @@ class EngineDriver:
             self._observing.cancel()
 
     def notice_time(self, now_ms: int) -> None:
-        """Observe the engine if it is time."""
         if self._observe_at_ms is None:
             return
         if now_ms < self._observe_at_ms:

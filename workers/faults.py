@@ -89,7 +89,6 @@ class FaultInjector:
         return self._relays[address, connection].address
 
     def close(self) -> None:
-        """Close the relays, with their connections."""
         for relay in self._relays.values():
             relay.close()
 
@@ -115,7 +114,6 @@ class FaultInjector:
                 asyncio.get_running_loop().call_later(fault.after_s, self._happen, fault)
 
     def faults_of_call(self) -> list[PlannedFault]:
-        """Return the faults of the call that is about to be made."""
         due, self._due_calls = self._due_calls, []
         return due
 
@@ -150,7 +148,7 @@ class FaultInjector:
                 stop_this_process(fault.seconds)
             case "stop_engine":
                 self._signal_server(signal.SIGSTOP)
-                self._later(fault.seconds, self._signal_server, signal.SIGCONT)
+                asyncio.get_running_loop().call_later(fault.seconds, self._signal_server, signal.SIGCONT)
             case "cut" | "hold":
                 for (_, connection), relay in self._relays.items():
                     if fault.connection in ("both", connection):
@@ -159,12 +157,9 @@ class FaultInjector:
                 self._label_until_s = time.monotonic() + fault.seconds
             case "fill_disk":
                 _fill_disk(True)
-                self._later(fault.seconds, _fill_disk, False)
+                asyncio.get_running_loop().call_later(fault.seconds, _fill_disk, False)
             case "jump_clock":
                 self._jumped_ns += int(fault.seconds * 1e9)
-
-    def _later(self, seconds: float, act: Callable[..., object], *args: object) -> None:
-        asyncio.get_running_loop().call_later(seconds, act, *args)
 
     def _signal_server(self, number: int) -> bool:
         """Signal the server's session, and return whether there is one."""

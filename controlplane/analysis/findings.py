@@ -25,7 +25,7 @@ from schemas import events
 from schemas.config import ObservePolicy
 from schemas.formatting import agent_order, format_clock, format_duration, format_replicas
 from schemas.identity import Identity, RolloutMode, agent_of, identity_of, process_of
-from schemas.wire import Welcome
+from schemas.wire import Downward, Welcome
 
 MS: Final = 1_000_000
 """Nanoseconds in a millisecond."""
@@ -119,7 +119,6 @@ class Spans:
             del self.newest[:-SPANS_MAX]
 
     def end(self, at_ns: int) -> None:
-        """The log ends here."""
         if self.current is not None and self.current.known:
             self.current.seen_ns = at_ns
 
@@ -143,7 +142,6 @@ class ObservedReplica:
         return Seen() if self.away else self.last
 
     def follow(self, change: _Change) -> None:
-        """Note a change."""
         self.away = change.seen == "away"
         if isinstance(change.seen, Seen):
             self.last = change.seen
@@ -160,7 +158,6 @@ class ObservedFleet:
         self.begin(None)
 
     def begin(self, state: CoordinatorState | None) -> None:
-        """The log begins with this state."""
         begin = state or CoordinatorState()
         self._policy = begin.settings.observe or ObservePolicy()
         self._observing = {name for name, member in begin.members.items() if _is_seen(member.hello.identity)}
@@ -172,21 +169,19 @@ class ObservedFleet:
     # --- feeding ------------------------------------------------------------------------------------------------------
 
     def follow_bus(
-        self, entry: LogEntry, event: bus_events.CoordinatorEvent, effects: tuple[bus_events.CoordinatorEffect, ...]
+        self, entry: LogEntry, event: bus_events.CoordinatorEvent, effects: bus_events.CoordinatorEffects
     ) -> None:
-        """Note which agents are there."""
         self._end_ns = max(self._end_ns, entry.at_ns)
         match event:
             case bus_events.Opened(settings=settings):
                 self._policy = self._watch.policy = settings.observe or ObservePolicy()
-            case bus_events.HelloReceived(peer=peer, hello=hello) if _is_welcome(effects):
+            case bus_events.HelloReceived(peer=peer, hello=hello) if any(sent(effects, Welcome)):
                 self._hello(entry, hello.identity, process_of(peer))
             case bus_events.PeerLost(peer=peer) if self._process.get(agent_of(peer)) == process_of(peer):
                 if agent_of(peer) in self._observing:
                     self._change(entry, agent_of(peer), "away")
 
     def follow_agent(self, entry: LogEntry, event: events.Event) -> None:
-        """Note what an agent saw."""
         self._end_ns = max(self._end_ns, entry.at_ns)
         agent = entry.agent
         match event:
@@ -273,7 +268,6 @@ class _TearWatch:
             self._close(change.at_ns, "")
 
     def end(self, at_ns: int) -> None:
-        """The log ends here."""
         self._note(at_ns)
         self._close(at_ns, ", and still at the end of the log")
 
@@ -312,8 +306,9 @@ def _is_seen(identity: Identity) -> bool:
     return identity.mode is RolloutMode.OBSERVED and identity.node_rank == 0
 
 
-def _is_welcome(effects: tuple[bus_events.CoordinatorEffect, ...]) -> bool:
-    return any(isinstance(effect, bus_events.Send) and isinstance(effect.message, Welcome) for effect in effects)
+def sent(effects: bus_events.CoordinatorEffects, kind: type[Downward]) -> Iterator[bus_events.Send]:
+    """Yield the messages of a kind among the effects of a decision."""
+    return (effect for effect in effects if isinstance(effect, bus_events.Send) and isinstance(effect.message, kind))
 
 
 def _duration(ns: int) -> str:

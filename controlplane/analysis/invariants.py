@@ -37,7 +37,7 @@ from typing import Final, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from controlplane.analysis.findings import ObservedFleet
+from controlplane.analysis.findings import ObservedFleet, sent
 from controlplane.analysis.findings import Violation as Violation
 from controlplane.analysis.proof import Proofs
 from controlplane.machine import events as bus_events
@@ -51,7 +51,7 @@ from schemas.errors import DecisionUnreadable
 from schemas.identity import RolloutMode, agent_of, identity_of
 from schemas.outcomes import Failed, Outcome, Reason, Skipped
 from schemas.reports import Report, SyncReport
-from schemas.wire import Downward, Rejoin, Snapshot, Welcome, decode_command
+from schemas.wire import Rejoin, Snapshot, Welcome, decode_command
 
 ANSWERS_KEPT: Final = 64
 """Newest answers of one journal that are kept, twice as many at most. An agent itself remembers up to 32."""
@@ -152,7 +152,7 @@ class _Bus:
         return name in self._live
 
     def check(
-        self, entry: LogEntry, event: bus_events.CoordinatorEvent, effects: tuple[bus_events.CoordinatorEffect, ...]
+        self, entry: LogEntry, event: bus_events.CoordinatorEvent, effects: bus_events.CoordinatorEffects
     ) -> Iterator[Violation]:
         if self._unknown:
             return
@@ -201,7 +201,7 @@ class _Bus:
                 )
                 yield Violation("I15", position, (), text)
 
-    def _left_open(self, position: int, effects: tuple[bus_events.CoordinatorEffect, ...]) -> Iterator[Violation]:
+    def _left_open(self, position: int, effects: bus_events.CoordinatorEffects) -> Iterator[Violation]:
         """When a life begins or ends, nothing is open but what this published: its start, or aborts of its syncs."""
         new = {effect.seq for effect in effects if isinstance(effect, bus_events.Publish)}
         for seq in [seq for seq in self._open if seq not in new]:
@@ -209,27 +209,27 @@ class _Bus:
             yield Violation("I5", position, (), f"seq {seq} was still open when its bus ended")
 
     def _strangers(
-        self, position: int, event: bus_events.CoordinatorEvent, effects: tuple[bus_events.CoordinatorEffect, ...]
+        self, position: int, event: bus_events.CoordinatorEvent, effects: bus_events.CoordinatorEffects
     ) -> Iterator[Violation]:
         senders = [event.peer] if isinstance(event, bus_events.StatusReceived | bus_events.JoinReceived) else []
         senders += [answer.peer for answer in event.answers] if isinstance(event, bus_events.AnswersReceived) else []
-        rejected = {effect.peer for effect in _sent(effects, Rejoin)}
+        rejected = {effect.peer for effect in sent(effects, Rejoin)}
         for peer in senders:
             name = agent_of(peer)
             if self._members.get(name) != peer and peer not in rejected:
                 yield Violation("I8", position, (name,), f"{peer} is not in the fleet, and was not told to say hello")
 
-    def _follow(self, event: bus_events.CoordinatorEvent, effects: tuple[bus_events.CoordinatorEffect, ...]) -> None:
+    def _follow(self, event: bus_events.CoordinatorEvent, effects: bus_events.CoordinatorEffects) -> None:
         """Who is in the fleet after this event."""
         match event:
             case bus_events.Opened():
                 self._members.clear()
                 self._live.clear()
-            case bus_events.HelloReceived(peer=peer) if any(_sent(effects, Welcome)):
+            case bus_events.HelloReceived(peer=peer) if any(sent(effects, Welcome)):
                 self._members[agent_of(peer)] = peer
                 self._live.discard(agent_of(peer))
             case bus_events.JoinReceived(peer=peer) | bus_events.ResendRequested(peer=peer) if any(
-                _sent(effects, Snapshot)
+                sent(effects, Snapshot)
             ):
                 self._live.add(agent_of(peer))
                 self._known.add(agent_of(peer))
@@ -304,10 +304,6 @@ class _Bus:
 def _open_command(command: OpenCommand) -> _OpenCommand:
     known = command.expected.union(outcome.agent for outcome in command.absent)
     return _OpenCommand(known, frozenset(command.waiting), command.deadline_us + 1_000_000)
-
-
-def _sent(effects: tuple[bus_events.CoordinatorEffect, ...], kind: type[Downward]) -> Iterator[bus_events.Send]:
-    return (effect for effect in effects if isinstance(effect, bus_events.Send) and isinstance(effect.message, kind))
 
 
 # --- an agent ---------------------------------------------------------------------------------------------------------

@@ -43,18 +43,13 @@ def json_line(entry: LogEntry) -> bytes:
         plain = {**asdict(entry), "event": decode(entry.event), "effects": decode(entry.effects)}
         return json_text(plain).encode()
     except (*DECODE_ERRORS, TypeError):  # TypeError: keys or types that JSON lacks
-        problem = _problem(entry)
+        problem = "it has values that JSON can't represent"
+        try:
+            entry.typed_event()
+            entry.typed_effects()
+        except DecisionUnreadable as error:
+            problem = str(error)
     return json_text({**asdict(entry), "unreadable": problem}).encode()
-
-
-def _problem(entry: LogEntry) -> str:
-    """Why an agent's decision can't be read. Raises LogCorrupt if it is the coordinator's."""
-    try:
-        entry.typed_event()
-        entry.typed_effects()
-    except DecisionUnreadable as error:
-        return str(error)
-    return "it has values that JSON can't represent"
 
 
 # --- the coordinator --------------------------------------------------------------------------------------------------
@@ -120,7 +115,7 @@ def _peer_event(event: bus_events.PeerEvent) -> str:
             assert_never(event)
 
 
-def _bus_effects(effects: tuple[bus_events.CoordinatorEffect, ...]) -> Iterator[str]:
+def _bus_effects(effects: bus_events.CoordinatorEffects) -> Iterator[str]:
     for effect in effects:
         match effect:
             case bus_events.Publish():

@@ -61,7 +61,8 @@ class Proofs:
 
     def wrong(self, report: SyncReport, known: Iterable[str]) -> Iterator[str]:
         """Yield what a report keeps back or says without proof. `known` are the agents of the run."""
-        replicas = self._replicas(list(known), self._targets.get(report.adapter, Target()))
+        target, places = self._targets.get(report.adapter, Target()), self._first_nodes(known).values()
+        replicas = {place.replica for place in places if place.syncs and target.includes(place)}
         said = {replica for stop in report.stopped for replica in stop.replicas}
         stopped = {unit for unit, desired in self.desired.items() if desired.generation == "paused" or desired.asleep}
         if silent := (replicas & stopped) - said:
@@ -87,10 +88,6 @@ class Proofs:
         }
         if unfounded := set(report.loaded) - proven:
             yield f"the report of v{report.version} says without proof that {format_replicas(unfounded)} serves it"
-
-    def _replicas(self, known: Iterable[str], target: Target) -> set[int]:
-        places = self._first_nodes(known).values()
-        return {place.replica for place in places if place.syncs and target.includes(place)}
 
     def _first_nodes(self, names: Iterable[str]) -> dict[int | str, Identity]:
         """The first of these nodes of each replica, which says of what kind it is."""

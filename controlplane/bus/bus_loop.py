@@ -150,7 +150,6 @@ class BusLoop:
                 self._lock.release()
 
     def status(self) -> FleetStatus:
-        """Return the fleet at this moment."""
         now_us = self.now_us()
         fleet = fleet_status(
             self.state,

@@ -239,7 +239,6 @@ class Callers:
 
     @property
     def has_orders(self) -> bool:
-        """Whether orders wait to be taken."""
         return bool(self._orders)
 
     def take_orders(self, agents: int) -> list[CoordinatorEvent]:

@@ -165,7 +165,6 @@ class Inbox:
     def take_requests(
         self,
     ) -> tuple[list[tuple[bytes, wire.Operator, bool]], dict[bytes, wire.Rejoin | wire.RequestRejected]]:
-        """Return `requests` and `replies`, and forget them."""
         taken = self.requests, self.replies
         self.requests, self.replies = [], {}
         return taken

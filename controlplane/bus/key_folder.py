@@ -126,7 +126,6 @@ class KeyFolder:
         return issued
 
     def revoke(self, name: str) -> None:
-        """Revoke a key."""
         self.require_own()
         key = self.allowed(name)
         number = 1 + sum(revoked.name == name for _, revoked in _read_all(self._revoked))
@@ -135,7 +134,6 @@ class KeyFolder:
         (self._issued / f"{name}.key").unlink(missing_ok=True)
 
     def allowed(self, name: str) -> AllowedKey:
-        """Return the key of that name."""
         path = self._allowed / f"{name}.json"
         if not path.exists():
             raise KeyFileError(f"{self.path} has no key {name}: `rolloutctl keys list` shows those it has")

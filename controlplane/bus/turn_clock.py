@@ -33,11 +33,9 @@ class TurnClock:
         self._said_us = 0  # how long the turn had taken at the last warning
 
     def begin(self) -> None:
-        """A turn begins."""
         self._since_us = self._now_us()
 
     def end(self) -> None:
-        """It has ended."""
         self._since_us = None
 
     @property

@@ -43,12 +43,16 @@ def show(file: Path, as_json: bool, agent: str | None, kind: str | None, start: 
     shown, agents, kinds = 0, set[str](), set[str]()
     wait = partial(threading.Event().wait, FOLLOW_S)
     for entry in follow(file, start, wait) if following else RunLog.read(file, start):
-        agents.add(entry.agent or "bus")
+        whose = entry.agent or "bus"
+        agents.add(whose)
         kinds.add(entry.kind)
-        if agent not in (None, entry.agent or "bus") or kind not in (None, entry.kind):
-            continue
-        shown += 1
-        click.echo(json_line(entry) if as_json else one_line(_line(entry)))
+        if agent in (None, whose) and kind in (None, entry.kind):
+            shown += 1
+            if as_json:
+                click.echo(json_line(entry))
+            else:
+                moment = time_with_zone(entry.at_ns / 1e9)
+                click.echo(one_line(f"{entry.position:>7}  {moment}  {whose:<6} {format_decision(entry)}"))
     if not shown and not following:
         why = _why_nothing(file, start, agent, agents, kind, kinds)
         click.echo(one_line(f"rolloutctl: nothing to show: {why}"), err=True)
@@ -71,39 +75,32 @@ def _why_nothing(file: Path, start: int, agent: str | None, agents: set[str], ki
 @json_option
 def verify_command(file: Path, as_json: bool) -> None:
     """Check every record, and the invariants that hold in every run. The exit code is 1 if something is wrong."""
-    run, reading = RunLog.header(file).run, _Reading(RunLog.walk(file))
-    found = list(verify(reading))
-    damage = "; ".join(reading.damage) or None
+    run, records, damages = RunLog.header(file).run, 0, list[str]()
+
+    def readable() -> Iterator[LogItem]:
+        nonlocal records
+        try:
+            for item in RunLog.walk(file):
+                records += isinstance(item, LogEntry)
+                if isinstance(item, LogMark) and item.damage:
+                    damages.append(item.damage)
+                yield item
+        except LogCorrupt as error:
+            damages.append(str(error))
+
+    found = list(verify(readable()))
+    damage = "; ".join(damages) or None
     if found or damage is not None:
         note_problem()
     if as_json:
-        result = {"run": run, "records": reading.records, "damage": damage, "violations": found}
-        click.echo(json_text(result))
+        click.echo(json_text({"run": run, "records": records, "damage": damage, "violations": found}))
     else:
         for violation in found:
             click.echo(one_line(str(violation)))
         if damage is not None:
             click.echo(one_line(f"damaged: {damage}"))
         violations = f"{len(found)} violations" if found else "no violations"
-        click.echo(one_line(f"run {run}: {reading.records} decisions read, {violations}"))
-
-
-class _Reading:
-    """One pass over a log, up to the first record that is damaged; `damage` is what is wrong with the file."""
-
-    def __init__(self, items: Iterator[LogItem]) -> None:
-        self.records, self.damage = 0, list[str]()
-        self._items = items
-
-    def __iter__(self) -> Iterator[LogItem]:
-        try:
-            for item in self._items:
-                self.records += isinstance(item, LogEntry)
-                if isinstance(item, LogMark) and item.damage:
-                    self.damage.append(item.damage)
-                yield item
-        except LogCorrupt as error:
-            self.damage.append(str(error))
+        click.echo(one_line(f"run {run}: {records} decisions read, {violations}"))
 
 
 @log.command("replay", short_help="Make every decision again, and compare.")
@@ -114,15 +111,7 @@ def replay_command(file: Path, as_json: bool) -> None:
     try:
         replayed = replay_file(file)
     except ReplayDiffers as difference:
-        result = json_text({"same": False, "difference": str(difference)})
-        click.echo(result if as_json else printable(str(difference)))
+        text = str(difference)
+        click.echo(json_text({"same": False, "difference": text}) if as_json else printable(text))
         click.get_current_context().exit(1)
-    if as_json:
-        click.echo(json_text({"same": True, **asdict(replayed)}))
-    else:
-        click.echo(str(replayed))
-
-
-def _line(entry: LogEntry) -> str:
-    moment = time_with_zone(entry.at_ns / 1e9)
-    return f"{entry.position:>7}  {moment}  {entry.agent or 'bus':<6} {format_decision(entry)}"
+    click.echo(json_text({"same": True, **asdict(replayed)}) if as_json else str(replayed))

@@ -60,12 +60,15 @@ NO_AGENTS: Final = "no agent has joined this run: start one beside each node, wi
 _wait = click.option("--timeout", type=_SECONDS, default=5.0, help="Seconds to wait for an answer.")
 
 
+def _asking(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of every command that asks a bus."""
+    return bus_option(keys_option(json_option(command)))
+
+
 def _publishes(build: Callable[..., ProfileCommand | EngineCommand | AdapterDrop]) -> Callable[..., None]:
     """Turn a function that builds a command into one that publishes it and prints its report."""
 
-    @bus_option
-    @keys_option
-    @json_option
+    @_asking
     @click.option("--replicas", callback=read_numbers, metavar="N,N-N…", help="Only these, e.g. 0,2-5.  [default: all]")
     @click.option("--timeout", type=_SECONDS, default=30.0, help="Seconds to wait for the answers.")
     @wraps(build)
@@ -130,9 +133,7 @@ def _print(report: Report | SyncReport, as_json: bool) -> None:
 
 
 @click.command(cls=Command, short_help="Show every agent, its state, and what it waits for.")
-@bus_option
-@keys_option
-@json_option
+@_asking
 @_wait
 def status(bus: str, keys: KeySource | None, as_json: bool, timeout: float) -> None:
     """Show the fleet of a running bus."""
@@ -147,9 +148,7 @@ def status(bus: str, keys: KeySource | None, as_json: bool, timeout: float) -> N
 
 
 @click.command(cls=Command, short_help="Show what waits for which agents.")
-@bus_option
-@keys_option
-@json_option
+@_asking
 @_wait
 def stall(bus: str, keys: KeySource | None, as_json: bool, timeout: float) -> None:
     """Show what waits for which agents, and what each of them is doing: `status` without agents that are well.
@@ -186,9 +185,7 @@ def _print_fleet(fleet: FleetStatus) -> None:
 
 
 @click.command(cls=Command, short_help="Let replicas end their requests, and retire them.")
-@bus_option
-@keys_option
-@json_option
+@_asking
 @click.option(
     "--grace",
     type=click.FloatRange(0, TIMEOUT_MAX_S / 2),
@@ -207,9 +204,7 @@ def drain(bus: str, keys: KeySource | None, as_json: bool, grace: float, replica
 
 
 @click.command(cls=Command, short_help="Take replicas or agents out of the run for good.")
-@bus_option
-@keys_option
-@json_option
+@_asking
 @click.argument("places", nargs=-1, required=True, metavar="REPLICA[-REPLICA][.NODE]…")
 def retire(bus: str, keys: KeySource | None, as_json: bool, places: tuple[str, ...]) -> None:
     """Take replicas, or single agents, out of the run for good. Reports then no longer name them as absent.
@@ -377,9 +372,7 @@ abort = _operation("abort", "Abort all running requests.")
 
 
 @click.command(cls=Command, short_help="Bring the fleet to a checkpoint by hand.")
-@bus_option
-@keys_option
-@json_option
+@_asking
 @click.option(
     "--version", type=click.IntRange(1, NUMBER_MAX), help="Version of the weights.  [default: the next of the run]"
 )

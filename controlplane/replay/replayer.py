@@ -53,14 +53,13 @@ class Replayed(Struct, frozen=True):
         return text
 
 
-class _AgentReplay(Generic[S]):
+class _AgentReplay(Struct, Generic[S]):
     """What is known of an agent with one journal: the number of its last decision, and the state after that."""
 
-    __slots__ = ("broken", "journal", "number", "state")
-
-    def __init__(self, journal: str, number: int, state: S, broken: bool = False) -> None:
-        self.journal, self.number, self.state = journal, number, state
-        self.broken = broken  # a decision is missing or can't be read, so that those that follow can't be compared
+    journal: str
+    number: int
+    state: S
+    broken: bool = False  # a decision is missing or can't be read, so that those that follow can't be compared
 
 
 class Replayer(Generic[S]):
@@ -140,7 +139,6 @@ class Replayer(Generic[S]):
         return sha256(encode(states)).hexdigest()
 
     def result(self) -> Replayed:
-        """Return the result so far."""
         agents, holes = tuple(sorted(self._lives)), tuple(self._holes)
         return Replayed(self._records, self._compared, self._marks, agents, holes, self.state_hash())
 

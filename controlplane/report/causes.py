@@ -85,7 +85,6 @@ class Causes:
         return sorted((*self._lost, *of_all, *together), key=lambda cause: cause.at_ns)
 
     def _cause(self, agent: str, conclusion: Conclusion, summary: CommandSummary) -> Cause:
-        """The cause of an outcome."""
         kind, reason = kind_and_reason(conclusion)
         if isinstance(conclusion, Failed):
             return self._other(_Key(kind, reason, without_numbers(conclusion.message)), summary, conclusion.message)

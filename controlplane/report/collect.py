@@ -90,12 +90,10 @@ class _Collector:
         self._begin(None)
 
     def _begin(self, state: CoordinatorState | None) -> None:
-        """The log begins with this state."""
         self._fleet = FleetHistory(state)
         self._causes, self._engines = Causes(self._fleet), _Engines(self._fleet)
 
     def pass_through(self, entries: Iterable[LogItem]) -> Iterator[LogItem]:
-        """Add each entry, and yield it."""
         for entry in entries:
             if isinstance(entry, LogEntry):
                 self._add(entry)
@@ -105,16 +103,13 @@ class _Collector:
 
     def add_readable(self, entries: Iterator[LogItem]) -> None:
         """Add what can be read after a record that could not."""
-        for entry in entries:
-            if not isinstance(entry, LogEntry):
-                continue
+        for entry in (item for item in entries if isinstance(item, LogEntry)):
             try:
                 self._add(entry)
             except LogCorrupt:
                 self.report.unreadable += 1
 
     def finish(self) -> RunReport:
-        """Return the report of everything added."""
         report, fleet = self.report, self._fleet
         report.causes = self._causes.finish()
         report.refused, report.aborted = list(self._refused.values()), list(self._aborted.values())

@@ -104,7 +104,6 @@ class ReplicaHistory(Struct, kw_only=True):
         return any(condition != "paused" for condition in self.totals_ns)
 
     def set(self, condition: str, holds: bool, now_ns: int) -> None:
-        """Note that a condition holds from now on, or no longer."""
         if holds:
             self.since_ns.setdefault(condition, now_ns)
             return
@@ -282,7 +281,6 @@ class FleetHistory:
 
 
 def _senders(event: events.CoordinatorEvent) -> tuple[str, ...]:
-    """The agents that an event is about."""
     if isinstance(event, events.AnswersReceived):
         return tuple(agent_of(answer.peer) for answer in event.answers)
     return (agent_of(event.peer),) if isinstance(event, events.PeerEvent) else ()

@@ -62,7 +62,6 @@ class GameDay:
         self._faults.append(fault)
 
     def concluded(self, report: SyncReport, now_ns: int) -> None:
-        """A sync has ended."""
         if self._faults:
             self._syncs.append((now_ns, report))
 

@@ -128,12 +128,10 @@ class Cause(Struct, kw_only=True):
 
     @property
     def agents(self) -> str:
-        """The agents, as text."""
         return format_agents(self.members, 64)
 
     @property
     def count(self) -> int:
-        """The number of agents."""
         return len(self.members)
 
     @property
@@ -290,7 +288,6 @@ class RunReport(Struct, kw_only=True):
 
     @property
     def lost(self) -> list[AgentHistory]:
-        """Agents that were ever lost."""
         return [agent for agent in self.agents if agent.losses]
 
     @property

@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from controlplane.report.model import RunReport
-from schemas.formatting import printable
+from schemas.formatting import format_clock, printable
 
 HERE: Final = Path(__file__).parent
 MAX_DRAWN: Final = 32
@@ -55,16 +55,12 @@ def write_page(page: TextIO, report: RunReport, run: str, log: str) -> None:
 # --- formatting -------------------------------------------------------------------------------------------------------
 
 
-def _moment(ns: int) -> datetime.datetime:
-    return datetime.datetime.fromtimestamp(ns / 1e9, datetime.UTC)
-
-
 def _clock(ns: int) -> str:
-    return _moment(ns).strftime("%H:%M:%S.%f")[:-3]
+    return format_clock(ns).removesuffix(" UTC")
 
 
 def _date(ns: int) -> str:
-    return _moment(ns).strftime("%Y-%m-%d")
+    return datetime.datetime.fromtimestamp(ns / 1e9, datetime.UTC).date().isoformat()
 
 
 def _span(ns: int) -> str:

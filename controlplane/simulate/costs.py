@@ -59,11 +59,9 @@ class CostCounter:
 
     @property
     def syncs(self) -> int:
-        """How many syncs have ended."""
         return len(self._times.values)
 
     def decided_by_bus(self, event: CoordinatorEvent, effects: CoordinatorEffects) -> None:
-        """Add a decision of the coordinator."""
         if isinstance(event, SyncRequested):
             self._begun_us = event.at_us if self._begun_us is None else self._begun_us
             self._requests[event.ticket] = event.at_us

@@ -95,7 +95,6 @@ class _Fitted:
         self._failed_us: list[tuple[str, str, int, int]] = []  # what failed, whose, from when to when
 
     def add_bus(self, entry: LogEntry) -> None:
-        """Add a decision of the coordinator."""
         event: bus_events.CoordinatorEvent = entry.typed_event()  # type: ignore[assignment]
         effects: bus_events.CoordinatorEffects = entry.typed_effects()  # type: ignore[assignment]
         if isinstance(event, bus_events.Opened):
@@ -221,7 +220,6 @@ class _Fitted:
         self._engine, agent.instance, agent.down_us = engine.name, instance, None
 
     def tree(self, costs: RunCosts) -> Tree:
-        """Return the model."""
         places = [agent.identity for agent in self._agents.values() if agent.identity is not None]
         primaries = [place for place in places if place.role == ROLLOUT and not place.node_rank]
         return {

@@ -35,7 +35,6 @@ class Luck:
         self._values: dict[tuple[str, str], Iterator[float]] = {}
 
     def of(self, place: str, what: str) -> Random:
-        """Return the luck of one thing at one place."""
         if (place, what) not in self._randoms:
             self._randoms[place, what] = Random(f"{self._seed} {place} {what}")
         return self._randoms[place, what]
@@ -45,7 +44,6 @@ class Luck:
         return round(self._draw(duration, place, what) * SECOND)
 
     def happens(self, chance: Chance, place: str, what: str) -> bool:
-        """Draw whether something happens."""
         share = self._draw(chance, place, what)
         return share > 0 and self.of(place, f"{what} happens").random() < share
 
@@ -58,7 +56,6 @@ class Luck:
 
 
 def _drawn(values: Spread | tuple[float | tuple[float, ...], ...], rng: Random, replica: int) -> Iterator[float]:
-    """Yield values for ever."""
     if isinstance(values, Spread):
         sigma = log(values.p99 / values.median) / P99
         while True:
@@ -88,7 +85,6 @@ class DrawnCalls:
                 self._fixed[name] = RETURNED, round(took * SECOND) + round(more * SECOND)
 
     def draw(self, call: events.Call) -> Outcome:
-        """Return how a call ends."""
         name, luck, place = call_name(call), self._luck, self._place
         if (fixed := self._fixed.get(name)) is not None:
             return fixed

@@ -204,7 +204,6 @@ class SimulatedAgent:
     # --- the machine --------------------------------------------------------------------------------------------------
 
     def feed(self, event: events.Event) -> None:
-        """Decide, and perform."""
         self.part()
         if self.alive:
             before = self.state
@@ -268,7 +267,6 @@ class SimulatedAgent:
                 self.clock.at(0, self.begin)
 
     def await_call(self, call: events.Call, result: events.Returned | events.Fault, left_us: int) -> None:
-        """Have the call in flight end."""
         assert self.state.activity is not None
         self._call_id = self.state.activity.call_id
         self.clock.at(left_us, self._return, self._call_id, result, call)
@@ -316,14 +314,12 @@ class SimulatedAgent:
             self.clock.at(self.network_us, self.run.bus.receive, message(at_us=0, peer=self.peer, **fields))
 
     def publish(self, command: events.CommandReceived, courses: dict[int, alike.Course | None]) -> None:
-        """Publish a command to it."""
         follower = self.follower
         if self.peer and not (follower is not None and follower.has_ended() and follower.follow(command, courses)):
             self.part()
             self.clock.at(self.network_us, self.hear, self.peer, command)
 
     def send(self, effect: bus_events.Send) -> None:
-        """Send it a message."""
         if self.follower is None or not isinstance(effect.message, wire.Replay):  # which is of what it is doing
             self.clock.at(self.network_us, self._take, effect)
 
@@ -333,7 +329,6 @@ class SimulatedAgent:
             self.feed(replace(command, at_ms=self.now_ms))
 
     def answer(self, answer: events.Answer) -> bus_events.PeerAnswer:
-        """Return an answer as the bus gets it."""
         seq, outcome = answer.seq, answer.outcome
         return bus_events.PeerAnswer(peer=self.peer, origin=answer.epoch, seq=seq, outcome=outcome, rule=answer.rule)
 
@@ -385,7 +380,6 @@ class SimulatedBus:
             self.run.fail("", "trainer", self.die)
 
     def die(self, lasts: Duration) -> None:
-        """The trainer dies, with its bus."""
         if self.alive:
             self.alive, self._inbox, self._answers, self._deadline_us = False, [], [], None
             for agent in self.run.agents.values():
@@ -430,7 +424,6 @@ class SimulatedBus:
             self.clock.at(self.expected[0][0] - self.clock.now, self._plan_turn)
 
     def forget(self, answer: alike.Expected) -> None:
-        """Expect an answer no more."""
         if answer in self.expected:
             self.expected.remove(answer)
             self._await_expected()

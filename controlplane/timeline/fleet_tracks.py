@@ -11,11 +11,13 @@ millisecond: no decision is drawn before the one that precedes it, and no receip
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
+from msgspec.structs import replace
+
 from controlplane.analysis.log_lines import format_agent_effect, format_agent_event, format_bus_event
 from controlplane.machine import events as bus_events
 from controlplane.record.entries import LogEntry
 from controlplane.timeline.survey import BusRecord, LogSurvey, decode_entries
-from controlplane.timeline.tracks import CATEGORY, SHORTEST_NS, OpenSlice, ProcessTracks, TraceEvent
+from controlplane.timeline.tracks import SHORTEST_NS, OpenSlice, ProcessTracks, TraceEvent
 from schemas import events
 from schemas.commands import AdapterSync, WeightSync, sync_key
 from schemas.formatting import describe, kind_and_reason
@@ -44,10 +46,7 @@ class BusTracks:
         self._syncs: dict[str, tuple[int, OpenSlice]] = {}  # with their versions, by adapter; of base weights under ""
         self._samples: set[str] = set()  # counters
 
-    def draw(
-        self, event: bus_events.CoordinatorEvent, effects: tuple[bus_events.CoordinatorEffect, ...], at_ns: int
-    ) -> Events:
-        """Draw one record."""
+    def draw(self, event: bus_events.CoordinatorEvent, effects: bus_events.CoordinatorEffects, at_ns: int) -> Events:
         at_ns = self._last_ns = max(at_ns, self._last_ns)  # a wall clock can be set back
         yield from self._draw_event(event, effects, at_ns)
         for effect in effects:
@@ -74,20 +73,11 @@ class BusTracks:
         if (mark := self._marks.get(seq)) is None:
             return
         for ph, bp, anchor in (("s", None, mark), ("f", "e", decided)):
-            yield TraceEvent(
-                ph=ph,
-                bp=bp,
-                name="command",
-                cat=CATEGORY,
-                id=self._next_arrow,
-                pid=anchor.pid,
-                tid=anchor.tid,
-                ts=anchor.ts,
-            )
+            yield replace(anchor, ph=ph, bp=bp, name="command", id=self._next_arrow, dur=None, args={})
         self._next_arrow += 1
 
     def _draw_event(
-        self, event: bus_events.CoordinatorEvent, effects: tuple[bus_events.CoordinatorEffect, ...], at_ns: int
+        self, event: bus_events.CoordinatorEvent, effects: bus_events.CoordinatorEffects, at_ns: int
     ) -> Events:
         match event:
             case bus_events.Opened():  # concludes what the previous life left open

@@ -162,7 +162,6 @@ class TimelineDraft:
         return _encoder.encode(fields).removesuffix(b"]}")
 
     def fleet_events(self, entries: Iterable[LogEntry]) -> Iterator[TraceEvent]:
-        """Yield what the bus and its agents did."""
         processes = {"": ProcessTracks(BUS_PID, "bus (trainer)", 0, self._zero_ns)}
         for name, position in self._position.items():
             processes[name] = ProcessTracks(BUS_PID + position, self._title(name), position * SORTS, self._zero_ns)
@@ -171,7 +170,6 @@ class TimelineDraft:
             yield event
 
     def trace_events(self, files: Sequence[FoundTrace], say: Callable[[str], object]) -> Iterator[JsonEvent]:
-        """Yield what engines and training ranks recorded."""
         numbers = Numbers()
         for file in files:
             say(f"reading {file.path}")
@@ -226,7 +224,6 @@ class TimelineDraft:
 
 
 def _clock_line(clock: AgentClock, end_ns: int) -> ClockLine:
-    """Summarize a clock at the end of the log."""
     offset_ns, error_ns = clock.wall(end_ns) or (None, None)
     return ClockLine(
         agent=clock.agent,

@@ -23,7 +23,7 @@ class BusRecord(NamedTuple):
 
     at_ns: int
     event: bus_events.CoordinatorEvent
-    effects: tuple[bus_events.CoordinatorEffect, ...]
+    effects: bus_events.CoordinatorEffects
 
 
 class AgentRecord(NamedTuple):

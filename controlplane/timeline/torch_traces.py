@@ -270,7 +270,8 @@ class TorchTrace:
     def _thread(self, process: object, original: object) -> _Thread:
         thread = self._threads.get((process, original))
         if thread is None:
-            thread = self._threads[process, original] = _Thread(_name(original), self._numbers.tids)
+            name = str(original) or "profiler"  # torch's numbers some of its own with an empty text
+            thread = self._threads[process, original] = _Thread(name, self._numbers.tids)
         return thread
 
 
@@ -280,11 +281,6 @@ def _nanoseconds(microseconds: str | int | Decimal) -> int:
     if not time.is_finite() or time.adjusted() >= TIME_DIGITS:
         raise ValueError("a time out of bounds")
     return int(time * 1000)
-
-
-def _name(original: object) -> str:
-    """Default name of a process or thread; torch's profiler numbers some of its own with an empty text."""
-    return str(original) or "profiler"
 
 
 def _metadata(kind: str, pid: int, tid: int, field: str, value: object) -> JsonEvent:

@@ -74,11 +74,9 @@ class ProcessTracks:
         return lane
 
     def free_lane(self, thread: str, lane: int, at_ns: int) -> None:
-        """Free a lane from a moment on."""
         self._busy[thread][lane] = at_ns
 
     def slice(self, tid: int, name: str, begin_ns: int, end_ns: int, args: dict[str, object]) -> TraceEvent:
-        """Return a slice on a thread."""
         ts, dur = self.us(begin_ns), (end_ns - begin_ns) / 1000
         return TraceEvent(ph="X", pid=self.pid, tid=tid, name=name, cat=CATEGORY, ts=ts, dur=dur, args=args)
 
@@ -88,7 +86,6 @@ class ProcessTracks:
         return TraceEvent(ph="i", pid=self.pid, tid=tid, name=name, cat=CATEGORY, ts=ts, s="t", args=args or {})
 
     def counter(self, name: str, value: int, at_ns: int) -> TraceEvent:
-        """Return a new value of one of the process's counters."""
         self._drawn = True
         ts = self.us(at_ns)
         return TraceEvent(ph="C", pid=self.pid, tid=self.pid, name=name, cat=CATEGORY, ts=ts, args={"value": value})

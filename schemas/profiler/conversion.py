@@ -56,16 +56,17 @@ def read_toml(text: str, file: str) -> dict[str, object]:
         raise ConfigError(f"{file} is not TOML: {error}") from error
 
 
-def convert_file(tree: object, kind: type[S], file: str) -> S:
-    """Return what is in a file as a `kind`; a key that it does not have is an error, too.
+def convert_known(value: object, kind: type[S], path: str = "") -> S:
+    """As `convert`; a key that `kind` does not have is an error, too."""
+    for key in unknown_keys(value, kind, path):
+        raise ConfigError(f"{key.path} is unknown{key.suggestion}; allowed are {', '.join(key.known)}")
+    return convert(value, kind, path)
 
-    Raises:
-        ConfigError: A value is wrong. The text names the key, the value and what is allowed.
-    """
-    for key in unknown_keys(tree, kind):
-        raise ConfigError(f"{file}: {key.path} is unknown{key.suggestion}; allowed are {', '.join(key.known)}")
+
+def convert_file(tree: object, kind: type[S], file: str) -> S:
+    """As `convert_known`; errors name the file."""
     try:
-        return convert(tree, kind)
+        return convert_known(tree, kind)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
 

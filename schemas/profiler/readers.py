@@ -15,17 +15,17 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 import yaml
 from msgspec import Struct
-from msgspec.structs import FieldInfo, fields, replace
+from msgspec.structs import fields, replace
 
 from schemas.commands import ProfilePlan
 from schemas.errors import ConfigError, ExtraMissing
 from schemas.profiler import verl_format, verl_warnings
-from schemas.profiler.conversion import convert, unknown_keys
+from schemas.profiler.conversion import convert_known
 from schemas.profiler.settings import Layout, ProfilerSettings, RankUnit, problems
 from schemas.profiler.verl_format import deep_merge
 
@@ -34,8 +34,6 @@ TEXT_MAX: Final = 256 * 1024
 VALUES_MAX: Final = 20_000
 """Values of a configuration. A trainer's whole configuration has about 2,000."""
 DEPTH_MAX: Final = 100
-
-T = TypeVar("T", bound=Struct)
 
 
 class ConfigWarning(UserWarning):
@@ -68,18 +66,13 @@ def read_yaml(source: object) -> ProfilerSettings:
     roles = tree.get("roles")
     plans: dict[str, ProfilePlan] = {}
     if isinstance(roles, Mapping):  # each by itself, so that an error names the role
-        plans = {role: _converted(plan, ProfilePlan, f"roles.{role}") for role, plan in roles.items()}
+        for role, plan in roles.items():
+            plans[role] = convert_known({} if plan is None else plan, ProfilePlan, f"roles.{role}")
         tree = {**tree, "roles": {}}
-    settings = replace(_converted(tree, ProfilerSettings, ""), roles=plans)
+    settings = replace(convert_known(tree, ProfilerSettings), roles=plans)
     for problem in problems(settings):
         raise ConfigError(problem)
     return settings
-
-
-def _converted(value: object, kind: type[T], path: str) -> T:
-    for unknown in unknown_keys(value, kind, path):
-        raise ConfigError(f"{unknown.path} is unknown{unknown.suggestion}; allowed are {', '.join(unknown.known)}")
-    return convert({} if value is None else value, kind, path)
 
 
 def issue(messages: list[str]) -> None:
@@ -101,17 +94,12 @@ def _changed(value: object) -> Any:
     if not isinstance(value, Struct):
         return msgspec.to_builtins(value, order="deterministic")
     config = value.__struct_config__
-    tag = {config.tag_field: config.tag} if config.tag_field else {}
-    found = {
-        field.name: getattr(value, field.name)
-        for field in fields(value)
-        if getattr(value, field.name) != _default(field)
-    }
-    return tag | {name: _changed(entry) for name, entry in found.items()}
-
-
-def _default(field: FieldInfo) -> object:
-    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    changed: dict[str, Any] = {config.tag_field: config.tag} if config.tag_field else {}
+    for field in fields(value):
+        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        if (found := getattr(value, field.name)) != default:
+            changed[field.name] = _changed(found)
+    return changed
 
 
 # --- YAML -------------------------------------------------------------------------------------------------------------
@@ -135,25 +123,18 @@ def load(source: object) -> dict[str, object]:
 
 
 def _parsed(text: str, name: str) -> dict[str, object]:
-    try:
-        tree = _plain(_content(text, name), name)
-    except ConfigError:
-        raise
-    except (yaml.YAMLError, ValueError, LookupError) as error:  # ValueError and LookupError: `!!int x`, `!!bool x`
-        raise ConfigError(f"{name} is not valid YAML: {error}") from None
-    if not isinstance(tree, dict | None):
-        raise ConfigError(f"{name} holds a {type(tree).__name__}: allowed is a mapping of keys")
-    return tree or {}
-
-
-def _content(text: str, name: str) -> object:
-    """Parse YAML. Raises ConfigError if it is too large, and YAMLError, ValueError or LookupError if it is wrong."""
     if len(text) > TEXT_MAX:
         raise ConfigError(f"{name} has more than {TEXT_MAX:,} characters: too large for a configuration")
     try:
-        return _Loader(text).get_single_data()
+        tree = _Loader(text).get_single_data()
     except RecursionError:
         raise _too_deep(name) from None
+    except (yaml.YAMLError, ValueError, LookupError) as error:  # ValueError and LookupError: `!!int x`, `!!bool x`
+        raise ConfigError(f"{name} is not valid YAML: {error}") from None
+    tree = _plain(tree, name)
+    if not isinstance(tree, dict | None):
+        raise ConfigError(f"{name} holds a {type(tree).__name__}: allowed is a mapping of keys")
+    return tree or {}
 
 
 def _too_deep(name: str) -> ConfigError:
@@ -168,7 +149,6 @@ class _Loader(yaml.SafeLoader):
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping, as the base class does."""
         seen: set[object] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":

@@ -97,7 +97,6 @@ class VerlFile(NamedTuple):
 
     @property
     def enabled(self) -> tuple[VerlSection, ...]:
-        """The sections that are profiled."""
         return tuple(section for section in self.sections if section.plan.enabled)
 
 

@@ -76,7 +76,6 @@ class ContentDigest:
         self._digest.update(self.tensors[name])
 
     def hexdigest(self) -> str:
-        """Return the digest in hex."""
         return self._digest.hexdigest()
 
 

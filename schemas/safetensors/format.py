@@ -156,7 +156,7 @@ def _list(names: Sequence[str]) -> str:
 def open_file(path: Path) -> Iterator[io.FileIO]:
     """Open a regular file for reading. Never blocks, as opening a pipe would. Raises CheckpointError."""
     try:
-        with open(path, "rb", buffering=0, opener=_open_nonblocking) as file:
+        with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise checkpoint_refused(path, "is not a regular file", UNTOUCHED)
             yield file
@@ -164,12 +164,7 @@ def open_file(path: Path) -> Iterator[io.FileIO]:
         raise checkpoint_refused(path, f"can't be read: {error.strerror}", UNTOUCHED) from error
 
 
-def _open_nonblocking(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
 def _read_header(path: Path) -> dict[str, TensorPlace]:
-    """Return where each tensor of one file is."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)

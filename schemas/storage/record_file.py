@@ -39,6 +39,9 @@ class RecordFile(RecordReader):
     """Writes a record file. Made by `open`, which creates the file or appends to it; use it as a context manager.
 
     Use it from one thread. Its own reading methods return committed records.
+
+    Attributes:
+        committed: Position of the last record that this writer has committed, or found.
     """
 
     def __init__(
@@ -57,9 +60,9 @@ class RecordFile(RecordReader):
         self._writing = False  # also after a write that failed or was interrupted
         self._cursor = connection.cursor()
         self._checkpointer: Checkpointer | None = None
-        self._last = self.last_position
+        self.committed = self.last_position
         self._dropped_before = 0  # drop at the next commit
-        self._next = self._last + 1
+        self._next = self.committed + 1
 
     @classmethod
     def open(
@@ -96,12 +99,15 @@ class RecordFile(RecordReader):
                 undo.enter_context(contextlib.closing(connection))
                 opened = cls(path, connection, lock, durability, look_s)
                 opened._check_end()
-                opened._begin_checkpoints()
+                if opened.journal_mode == "wal":  # where a checkpoint fails, the log grows, and nothing is lost
+                    beside = database.connect(path)
+                    opened._checkpointer = Checkpointer(beside, opened._committing, opened._note_failed_flush)
             except sqlite3.Error as error:
                 raise database.translate(path, error, 0) from error
             except OSError as error:
                 raise LogError(f"{path}: can't be opened for writing: {error.strerror}") from error
-            opened._note_files()
+            for _, watch in opened._watched:
+                watch.note()
             undo.pop_all()
         return opened
 
@@ -109,11 +115,6 @@ class RecordFile(RecordReader):
     def pending(self) -> int:
         """Number of records that are appended but not committed."""
         return len(self._pending)
-
-    @property
-    def committed(self) -> int:
-        """Position of the last record that this writer has committed, or found."""
-        return self._last
 
     def append(self, kind: str, agent: str, at_ns: int, body: bytes) -> int:
         """Buffer one record for the next `commit`, and return its position. Raises ValueError or TypeError."""
@@ -156,7 +157,7 @@ class RecordFile(RecordReader):
             group, marks = self._pending[:], self._pending_marks[:]
             if group or marks or self._dropped_before:
                 self._write(group, marks)
-            return self._last
+            return self.committed
 
     def drop_before(self, position: int) -> None:
         """Drop all records before a position with the next `commit`, and the marks among them. Later positions stay."""
@@ -192,7 +193,6 @@ class RecordFile(RecordReader):
             self._connection.execute("PRAGMA journal_mode = DELETE")
 
     def _write(self, group: list[Row], marks: list[MarkRow]) -> None:
-        """Write a group and marks as one transaction."""
         self._writing = True
         checkpointer = self._checkpointer
         drops = self._dropped_before > 0
@@ -206,7 +206,7 @@ class RecordFile(RecordReader):
                 raise self._failure(error) from error
             last = group[0][0]
         else:
-            last = group[-1][0] if group else self._last
+            last = group[-1][0] if group else self.committed
             with self._transaction():
                 self._cursor.executemany(_INSERT, group)
                 if marks:
@@ -222,7 +222,7 @@ class RecordFile(RecordReader):
             self._relaxes = False
         del self._pending[: len(group)]
         del self._pending_marks[: len(marks)]
-        self._last, self._dropped_before = last, 0
+        self.committed, self._dropped_before = last, 0
         self._writing = False
         if checkpointer is not None:
             checkpointer.note(sum(len(row[5]) for row in group) + sum(len(mark[3]) for mark in marks))
@@ -231,9 +231,9 @@ class RecordFile(RecordReader):
 
     def _note_written(self) -> None:
         """Forget what is in the file, though Ctrl-C came before that was noted: it must not be written again."""
-        newest = max(self._last, self._newest() or 0)
-        del self._pending[: newest - self._last]
-        self._last = newest
+        newest = max(self.committed, self._newest() or 0)
+        del self._pending[: newest - self.committed]
+        self.committed = newest
         self._writing = False
 
     @contextlib.contextmanager
@@ -254,22 +254,17 @@ class RecordFile(RecordReader):
     def _failure(self, error: sqlite3.Error) -> LogError:
         """Our error for a transaction that failed."""
         self._note_failed_flush(error)
-        return database.translate(self.path, error, self._last + 1, f"Records up to {self._last} are readable")
+        return database.translate(self.path, error, self.committed + 1, f"Records up to {self.committed} are readable")
 
     def _note_failed_flush(self, error: sqlite3.Error) -> None:
         if database.flush_failed(error):
             self._faulted = "the disk failed to keep what was written"
 
-    def _begin_checkpoints(self) -> None:
-        if self.journal_mode == "wal":
-            # Where one fails for another reason, the log grows, and nothing is lost.
-            self._checkpointer = Checkpointer(database.connect(self.path), self._committing, self._note_failed_flush)
-
     def _note_end(self) -> None:
         """Write `last` if it is behind."""
-        if self._bound("last") != self._last:
+        if self._bound("last") != self.committed:
             with self._transaction():
-                self._set_bound("last", self._last)
+                self._set_bound("last", self.committed)
 
     def _set_bound(self, key: str, value: int) -> None:
         self._connection.execute("UPDATE meta SET value = ? WHERE key = ?", (str(value), key))
@@ -289,20 +284,16 @@ class RecordFile(RecordReader):
         for name, watch in self._watched:
             if change := watch.change():
                 self._faulted = (
-                    f"another program interfered while it was written: {name} {change}. Records up to {self._last} "
+                    f"another program interfered while it was written: {name} {change}. Records up to {self.committed} "
                     "had been committed, and some may be lost. Keep a copy of what is left, and go on in another file"
                 )
                 raise LogError(f"{self.path}: {self._faulted}")
 
-    def _note_files(self) -> None:
-        for _, watch in self._watched:
-            watch.note()
-
     def _check_end(self) -> None:
         """Raise LogCorrupt unless the last record exists and is sound, since new ones must follow it."""
         newest = self._newest()
-        if (newest or self.first_position - 1) != self._last:
-            raise self._corrupt(self._last, f"should be the last; the table ends with {newest}")
+        if (newest or self.first_position - 1) != self.committed:
+            raise self._corrupt(self.committed, f"should be the last; the table ends with {newest}")
         if newest is not None:
-            for _ in self.records(self._last):
+            for _ in self.records(self.committed):
                 pass

@@ -21,15 +21,19 @@ def write_address(path: Path, address: str) -> None:
 
     Raises BusAddressError.
     """
-    for anywhere in ("tcp://0.0.0.0:", "tcp://*:", "tcp://[::]:"):
-        if address.startswith(anywhere):
-            address = f"tcp://{socket.gethostname()}:{address.removeprefix(anywhere)}"
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.write_text(f"{address}\n", "utf-8")
+        draft.write_text(f"{as_dialled(address)}\n", "utf-8")
         draft.replace(path)
     except OSError as error:
         raise BusAddressError(f"the file {path} for the address of the bus: {error.strerror}") from error
+
+
+def as_dialled(address: str) -> str:
+    """Return the address as agents name it: a bus that listens everywhere is reached at this machine's name."""
+    host, _, port = address.rpartition(":")
+    everywhere = host in ("tcp://0.0.0.0", "tcp://*", "tcp://[::]")
+    return f"tcp://{socket.gethostname()}:{port}" if everywhere else address
 
 
 def is_file(bus: str) -> bool:

@@ -30,7 +30,6 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
-from types import TracebackType
 from typing import Final, Self, cast
 
 import anyio
@@ -289,7 +288,7 @@ class AsyncZmqSocket:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def _get_events(self) -> int:

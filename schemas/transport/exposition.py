@@ -48,7 +48,6 @@ class TableCollector(Collector, ABC):
         return [*self._families().values(), *(family for metric in self._counted for family in metric.describe())]
 
     def collect(self) -> Iterator[Metric]:
-        """Return all families at this moment."""
         families = self._families()
         for name, labels, value in self.read():
             families[name].add_metric(labels, float(value))
@@ -112,14 +111,12 @@ class MetricsServer(ThreadingHTTPServer):
         super().__init__((host, port), _Handler.factory(registry))
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread."""
         if len(self._began_s) >= CONNECTIONS_MAX:
             self._cut_off(next(iter(self._began_s)))
         self._began_s[request] = time.monotonic()
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """End a connection, on its thread."""
         self._began_s.pop(request, None)
         super().shutdown_request(request)
 

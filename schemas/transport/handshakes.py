@@ -114,18 +114,15 @@ class DialledSocket(AsyncZmqSocket):
 
     def _dial(self) -> None:
         if self._monitor is None and self.watched:
-            self._monitor = self._watch_handshakes()
+            place = f"inproc://rolloutctl.handshakes.{next(_numbers)}"  # the last may be in use for some time yet
+            self._sock.monitor(place, self._events)
+            monitor = self._sock.context.socket(zmq.PAIR)
+            monitor.set(zmq.LINGER, 0)
+            monitor.connect(place)
+            self._monitor = AsyncZmqSocket(monitor, place)
         if self._keys is not None:
             use_keys(self._sock, self._keys)
         self._sock.connect(self.address)
-
-    def _watch_handshakes(self) -> AsyncZmqSocket:
-        address = f"inproc://rolloutctl.handshakes.{next(_numbers)}"  # an address is free only some time after a close
-        self._sock.monitor(address, self._events)
-        monitor = self._sock.context.socket(zmq.PAIR)
-        monitor.set(zmq.LINGER, 0)
-        monitor.connect(address)
-        return AsyncZmqSocket(monitor, address)
 
     def _stop_watching(self) -> None:
         if self._monitor is not None:

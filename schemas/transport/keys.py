@@ -47,7 +47,6 @@ class KeyPair(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def generate(cls) -> Self:
-        """Return a new pair."""
         public, secret = zmq.curve_keypair()
         return cls(public=public.decode(), secret=secret.decode())
 
@@ -84,10 +83,13 @@ class Credentials(NamedTuple):
 
 
 class KeySource:
-    """Where a peer's keys come from: a file, which is read again when it has changed, or what was given once."""
+    """Where a peer's keys come from: a file, which is read again when it has changed, or what was given once.
+
+    `keys` are the newest that could be read.
+    """
 
     def __init__(self, path: Path | None, keys: PeerKeys) -> None:
-        self._path, self._keys = path, keys
+        self._path, self.keys = path, keys
         self._seen = _signature(path) if path is not None else None
 
     @classmethod
@@ -109,14 +111,8 @@ class KeySource:
             return cls(None, _keys_of_environment(secret))
         return None
 
-    @property
-    def keys(self) -> PeerKeys:
-        """The newest keys that could be read."""
-        return self._keys
-
     def credentials(self) -> Credentials:
-        """Return what to dial with."""
-        return Credentials(self._keys.pair, self._keys.server)
+        return Credentials(self.keys.pair, self.keys.server)
 
     def refresh(self) -> bool:
         """Read the file again if it has changed; return whether there are new keys. Never raises."""
@@ -128,7 +124,7 @@ class KeySource:
         except KeyFileError as error:
             logger.error("the key file has changed and can't be used; the keys read before stay in use: %s", error)
             return False
-        changed, self._keys = keys != self._keys, keys
+        changed, self.keys = keys != self.keys, keys
         return changed
 
 

@@ -134,7 +134,11 @@ def _bind(
     with _closing_on_error(sock, address, "bind"):
         _set_common(sock, address, queued_max)
         if pair is not None:
-            _guard(sock, pair)
+            # Only peers with a key that the ZAP handler knows come in; without a handler, none.
+            sock.set(zmq.CURVE_SERVER, 1)
+            sock.set(zmq.CURVE_SECRETKEY, pair.secret.encode())
+            sock.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+            sock.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
         elif not insecure and not is_local(address):
             raise BusAddressError(
                 f"refused to bind {address!r}: other machines can reach it, and without keys any program on them could "
@@ -146,14 +150,6 @@ def _bind(
         sock.bind(address)
         endpoint = sock.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
         return kind(sock, endpoint, with_key=pair is not None, listens=not address.startswith("inproc://"))
-
-
-def _guard(sock: zmq.Socket[bytes], pair: KeyPair) -> None:
-    """Let in only peers with a key that the ZAP handler knows. Without a handler, none."""
-    sock.set(zmq.CURVE_SERVER, 1)
-    sock.set(zmq.CURVE_SECRETKEY, pair.secret.encode())
-    sock.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-    sock.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
 @contextlib.contextmanager

@@ -131,7 +131,6 @@ class AdapterChecks:
             shutil.rmtree(self._setup.root / self._name, ignore_errors=True)
 
     async def _write(self) -> AdapterVersion:
-        """Write the next version, and have it checked."""
         number, root = next(self._numbers), self._setup.root
         remedies = (await self._engine.observe("before an adapter")).remedies or events.Remedies()
         places = [root / place for place in (remedies.launched_from, *(self._setup.checkpoints or ())) if place]

@@ -48,7 +48,6 @@ class ServerClient:
         return await to_thread.run_sync(_gpu_bytes)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
     async def _request(self, prompt: list[int], max_tokens: int, model: str) -> tuple[str, dict[str, Any]]:
@@ -91,7 +90,6 @@ async def _events(answer: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def _gpu_bytes() -> int | None:
-    """Bytes in use on all GPUs of this machine."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None

@@ -50,7 +50,6 @@ class WaitWarning:
         self._waiting = anyio.Event()
 
     def begin(self, reason: str) -> None:
-        """Note that the agent waits from now on."""
         self.reason = reason
         self._waiting.set()
 
@@ -60,7 +59,6 @@ class WaitWarning:
             self.reason = reason
 
     async def run(self) -> None:
-        """Warn until cancelled."""
         while True:
             await self._waiting.wait()
             self._waiting = anyio.Event()
@@ -122,7 +120,6 @@ class Connection:
 
     @property
     def address(self) -> str:
-        """The bus's address."""
         return self._addresses[self.dealer.address]
 
     def note_question(self) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Final
 
 import anyio
+from msgspec import convert
 
 from schemas.agent_status import AgentStatus, Clock, Observed, RequestCounts
-from schemas.events import Observation
 from schemas.wire import TimeReply, TimeRequest
 from workers.link.clocks import Clocks
 from workers.machine.lora import lacked, still_read
@@ -103,16 +103,10 @@ def status_of(state: AgentState, clock: Clock | None = None) -> AgentStatus:
         clock=clock,
         wedged=is_wedged(state),
         trouble=trouble(state),
-        observed=_observed(engine.seen),
+        observed=None if engine.seen is None else convert(engine.seen, Observed, from_attributes=True),
         since_ms=activity.since_ms if activity is not None else None,
         adapters_missing=lacked(state) if primary else (),
         adapters_left=still_read(state) if primary else (),
         launch_label=engine.launch_label if state.joined and state.identity.syncs else None,
         faults=sum(state.faults.values()) if state.settings.game_day else None,
     )
-
-
-def _observed(seen: Observation | None) -> Observed | None:
-    if seen is None:
-        return None
-    return Observed(label=seen.label, generating=seen.generating, profiling=seen.profiling)

@@ -178,11 +178,9 @@ class Link:
     # --- what the machine asks for ------------------------------------------------------------------------------------
 
     def send_outcome(self, answer: Answer) -> None:
-        """Send the outcome of one command."""
         self._send(wire.CommandOutcome(outcome=answer.outcome, rule=answer.rule), answer.epoch, answer.seq)
 
     def request_resend(self, first: int) -> None:
-        """Ask for the commands from `first` on."""
         self._send(wire.ResendRequest(first=first, credit=CREDIT))
 
     def request_snapshot(self) -> None:
@@ -202,7 +200,6 @@ class Link:
         self._heartbeat.note(state)
 
     def notice_time(self, now_ms: int) -> None:
-        """Upload what was decided if it is time."""
         self._upload.notice_time(now_ms)
 
     def leave(self) -> None:

@@ -66,7 +66,6 @@ class DecisionUpload:
             self._write_and_send()
 
     def notice_time(self, now_ms: int) -> None:
-        """Send if it is time."""
         if self._due_ms is None:
             return
         if now_ms < self._due_ms:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,7 @@ WHOLE: Final = "e2e"
 STAGE_CHARS_MAX: Final = 100
 """Most characters of a stage in a file name, which has at most 255 bytes."""
 _UNSAFE: Final = re.compile(r"[^0-9A-Za-z.=+_-]+")
+_touch: Final = partial(Path.touch, exist_ok=False)
 
 
 class SessionFiles:
@@ -74,10 +76,6 @@ class SessionFiles:
                 path = self.directory / f"{name}{separator}{attempt}{suffix}"
             else:
                 return path
-
-
-def _touch(path: Path) -> None:
-    path.open("xb").close()
 
 
 class Recorder(ABC):

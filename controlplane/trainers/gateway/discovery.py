@@ -42,7 +42,6 @@ class Membership(NamedTuple):
     processes: frozenset[str] = frozenset()
 
     def now(self, view: FleetView) -> "Membership":
-        """Return that of this moment."""
         primaries = filter(is_primary, view.state.members.values())
         processes = frozenset(
             process_of(member.peer) for member in primaries if not view.unfit(member.hello.identity.replica)

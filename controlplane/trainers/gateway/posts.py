@@ -41,7 +41,7 @@ from controlplane.tickets import Ticket
 from controlplane.trainers.gateway import routes
 from controlplane.trainers.gateway.adapters import FOLDER, adapter_of, copy_adapter, label_of
 from schemas.commands import Checkpoint, EngineCommand, WeightSync, durable_source
-from schemas.errors import BusError, BusOverloaded, CheckpointError, RolloutctlError, SyncInProgress
+from schemas.errors import BusError, CheckpointError, RolloutctlError, SyncInProgress
 from schemas.formatting import format_outcome, format_replicas, is_trouble
 from schemas.identity import InFlight, identity_of, replica_and_node
 from schemas.logs import logger_of
@@ -99,7 +99,6 @@ class UpdateSet:
         self.delivered, self.limits = set[int](), dict[str, Any]()
 
     def end(self, answer: Answer) -> None:
-        """Answer all posts."""
         self.answer = answer
         self.complete.set()
         self.ended.set()
@@ -140,7 +139,6 @@ class Posts:
                 current.end(current.answer)
 
     async def answer(self, replica: int, meaning: routes.Meaning, is_disconnected: IsDisconnected) -> Answer:
-        """Do what a post means, and return its answer."""
         match meaning:
             case routes.PausePost(mode):
                 self._paused[replica] = max(mode, self._paused.get(replica, mode), key=STRENGTH.index)
@@ -389,7 +387,7 @@ class Posts:
 
 def status_of(error: RolloutctlError) -> int:
     """Return the status of an error: 409 for what another attempt won't change, 503 for what it may."""
-    return 503 if isinstance(error, SyncInProgress | BusOverloaded | BusError) else 409
+    return 503 if isinstance(error, SyncInProgress | BusError) else 409
 
 
 def status_of_sync(report: SyncReport) -> int:

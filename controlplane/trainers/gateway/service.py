@@ -35,6 +35,7 @@ from schemas.formatting import printable
 from schemas.logs import logger_of
 from schemas.transport.forks import listening
 from schemas.transport.sockets import is_local
+from schemas.wire import DECODE_ERRORS
 
 logger = logger_of("gateway")
 
@@ -401,17 +402,15 @@ def _is_of_a_page(request: Request) -> bool:
 async def _fields(request: Request) -> tuple[bytes, dict[str, object]]:
     """Return the body, and the parameters of the query with the fields of the body. Raises ValueError."""
     body = await _body(request, BODY_BYTES_MAX)
-    content: object = {}
+    content: dict[str, object] = {}
     if body.strip():
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ValueError(f"its body must be JSON, and its Content-Type application/json, not {kind[:80]!r}")
         try:
-            content = msgspec.json.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(f"its body is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError("its body is not a JSON object")
+            content = msgspec.json.decode(body, type=dict[str, object])
+        except DECODE_ERRORS as error:
+            raise ValueError(f"its body is not a JSON object: {error}") from None
     return body, {**dict(request.query_params), **content}
 
 

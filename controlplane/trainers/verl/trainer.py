@@ -79,7 +79,6 @@ class RolloutctlTrainer:
             self.standalone_checkpoint_manager = self._on_the_bus(self.standalone_checkpoint_manager, managers[-1])
 
     def _on_the_bus(self, manager: Any, servers: Any) -> Any:
-        """Return a manager of the same replicas, on the bus."""
         from controlplane.trainers.verl.checkpoints import BusCheckpointManager
 
         return BusCheckpointManager(manager.config, manager.actor_wg, manager.replicas, self._rolloutctl, servers)
