@@ -93,13 +93,11 @@ async def _run(engine: Engine, client: GenerationClient, setup: Setup, told: boo
                 "and releases its memory. Say --yes if it is not in use."
             )
         async with anyio.create_task_group() as tasks:
-            rows = await Kit(engine, client, setup, tasks).run(_tell)
+            rows = await Kit(engine, client, setup, tasks).run(
+                lambda row: click.echo(f"{row.operation}: {row.verdict} ({row.seconds:.1f} s)", err=True)
+            )
             tasks.cancel_scope.cancel()
     return rows
-
-
-def _tell(row: Row) -> None:
-    click.echo(f"{row.operation}: {row.verdict} ({row.seconds:.1f} s)", err=True)
 
 
 def _two_checkpoints(paths: tuple[str, ...]) -> tuple[str, str] | None:

@@ -34,7 +34,8 @@ def write_page(page: TextIO, report: RunReport, run: str, log: str) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(clock=_clock, date=_date, span=_span, us=lambda us: _span(us * 1000), count=_count)
+    environment.filters.update(clock=_clock, span=_span, us=lambda us: _span(us * 1000), count=_count)
+    environment.filters["date"] = lambda ns: _moment(ns).strftime("%Y-%m-%d")
     script = (HERE / "page.js").read_text("utf-8")
     folded = [agent for agent in report.agents if agent.healthy] if len(report.agents) > MAX_AGENTS else []
     values = {
@@ -61,10 +62,6 @@ def _moment(ns: int) -> datetime.datetime:
 
 def _clock(ns: int) -> str:
     return _moment(ns).strftime("%H:%M:%S.%f")[:-3]
-
-
-def _date(ns: int) -> str:
-    return _moment(ns).strftime("%Y-%m-%d")
 
 
 def _span(ns: int) -> str:
