@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import yaml
 from msgspec import Struct
-from msgspec.structs import FieldInfo, fields, replace
+from msgspec.structs import fields, replace
 
 from schemas.commands import ProfilePlan
 from schemas.errors import ConfigError, ExtraMissing
@@ -102,16 +102,11 @@ def _changed(value: object) -> Any:
         return msgspec.to_builtins(value, order="deterministic")
     config = value.__struct_config__
     tag = {config.tag_field: config.tag} if config.tag_field else {}
-    found = {
-        field.name: getattr(value, field.name)
-        for field in fields(value)
-        if getattr(value, field.name) != _default(field)
-    }
-    return tag | {name: _changed(entry) for name, entry in found.items()}
-
-
-def _default(field: FieldInfo) -> object:
-    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    for field in fields(value):
+        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        if (found := getattr(value, field.name)) != default:
+            tag[field.name] = _changed(found)
+    return tag
 
 
 # --- YAML -------------------------------------------------------------------------------------------------------------

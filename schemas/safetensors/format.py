@@ -156,16 +156,13 @@ def _list(names: Sequence[str]) -> str:
 def open_file(path: Path) -> Iterator[io.FileIO]:
     """Open a regular file for reading. Never blocks, as opening a pipe would. Raises CheckpointError."""
     try:
-        with open(path, "rb", buffering=0, opener=_open_nonblocking) as file:
+        flags = os.O_NONBLOCK | os.O_CLOEXEC
+        with open(path, "rb", buffering=0, opener=lambda name, given: os.open(name, given | flags)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise checkpoint_refused(path, "is not a regular file", UNTOUCHED)
             yield file
     except OSError as error:
         raise checkpoint_refused(path, f"can't be read: {error.strerror}", UNTOUCHED) from error
-
-
-def _open_nonblocking(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _read_header(path: Path) -> dict[str, TensorPlace]:
