@@ -203,7 +203,9 @@ class Agent:
                     raise error from None
                 logger.warning("agent %s begins a new journal: %s", self.identity.agent, error)
                 self._life.link.close()
-                self._replace_journal()
+                self._journal.close()
+                archive_journal(self._path)  # of another run, in which seq and epochs mean something else
+                self._journal = self._open_journal()
                 self._begin()
                 continue
             if not life.restarting:
@@ -318,12 +320,6 @@ class Agent:
 
     def _open_journal(self) -> Journal:
         return Journal.open(self._path, self.identity.agent, self._config.durability)
-
-    def _replace_journal(self) -> None:
-        """Begin a journal for another run, whose seq and epochs start again: earlier decisions mean nothing there."""
-        self._journal.close()
-        archive_journal(self._path)
-        self._journal = self._open_journal()
 
     async def _open_engine(self) -> None:
         try:

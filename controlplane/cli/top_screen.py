@@ -196,7 +196,9 @@ def _agents(fleet: FleetStatus, view: TopView, width: int, room: int) -> tuple[T
         first = min(first, len(shown) - room + 1) if first >= room - 1 else 0
         shown = shown[first : first + room - 1]
     for line in shown:
-        table.add_row(*_cells(line, view, width), style=_style(line, view))
+        colour = "red" if line.in_trouble else "yellow" if line.waits_for else ""
+        style = f"{'reverse ' if _is_selected(line, view) else ''}{colour}".strip()
+        table.add_row(*_cells(line, view, width), style=style)
     if hidden := len(fleet.agents) - len(shown):
         table.add_row("", "…", "", f"{hidden} more agents", *[""] * (len(table.columns) - 4), style="dim")
     return table, len(table.rows)
@@ -214,11 +216,6 @@ def _cells(line: AgentLine, view: TopView, width: int) -> Iterable[Text]:
     if width >= WIDE:
         yield _line(line.host)
         yield _line(line.status.engine if line.status is not None else "-")
-
-
-def _style(line: AgentLine, view: TopView) -> str:
-    colour = "red" if line.in_trouble else "yellow" if line.waits_for else ""
-    return f"{'reverse ' if _is_selected(line, view) else ''}{colour}".strip()
 
 
 def _is_selected(line: AgentLine, view: TopView) -> bool:

@@ -209,11 +209,6 @@ def _end(
     return sync.on_phase_ended(state, ended, report, event, effects)
 
 
-def _on_samples(state: CoordinatorState, event: events.SamplesCounted, _: Effects) -> CoordinatorState:
-    """What the trainer judged commands nothing: it is for those who read the status and the log."""
-    return replace(state, samples=with_counted(state.samples, event))
-
-
 REACTIONS: Final[dict[type[Struct], Callable[[CoordinatorState, Any, Effects], CoordinatorState]]] = {
     events.Opened: _on_opened,
     events.Issued: _on_issued,
@@ -221,7 +216,7 @@ REACTIONS: Final[dict[type[Struct], Callable[[CoordinatorState, Any, Effects], C
     events.SendFailed: sync.on_send_failed,
     events.SendReturned: sync.on_send_returned,
     events.RetireRequested: agents.on_retire_requested,
-    events.SamplesCounted: _on_samples,
+    events.SamplesCounted: lambda state, event, _: replace(state, samples=with_counted(state.samples, event)),
     events.PlaceRequested: agents.on_place_requested,
     events.HelloReceived: agents.on_hello,
     events.JoinReceived: agents.on_join,

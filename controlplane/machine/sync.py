@@ -101,7 +101,8 @@ def begin(state: CoordinatorState, event: events.SyncRequested, effects: Effects
         earlier = any(known.committed for known in state.loaded)
     if earlier:
         sync = replace(sync, joining=joining_replicas(state, syncing_replicas(state, request.target)))
-    return _prepare(state, sync, event, effects)
+    # Replicas check the source without touching their engines; for base weights, they pause them then.
+    return _open(state, sync, _command(sync, "prepare"), event, effects)
 
 
 def on_phase_ended(
@@ -136,11 +137,6 @@ def on_phase_ended(
 
 
 # --- the phases -------------------------------------------------------------------------------------------------------
-
-
-def _prepare(state: CoordinatorState, sync: Sync, event: events.CoordinatorEvent, effects: Effects) -> CoordinatorState:
-    """Replicas check the source without touching their engines; for base weights, they pause them then."""
-    return _open(state, sync, _command(sync, "prepare"), event, effects)
 
 
 def _load(state: CoordinatorState, sync: Sync, event: events.CoordinatorEvent, effects: Effects) -> CoordinatorState:

@@ -5,8 +5,8 @@ except the one whose digest it names, and no requests.
 """
 
 import base64
-import datetime
 import hashlib
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final, TextIO
@@ -34,7 +34,8 @@ def write_page(page: TextIO, report: RunReport, run: str, log: str) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(clock=_clock, date=_date, span=_span, us=lambda us: _span(us * 1000), count=_count)
+    environment.filters.update(clock=_clock, span=_span, us=lambda us: _span(us * 1000), count=_count)
+    environment.filters["date"] = lambda ns: datetime.fromtimestamp(ns / 1e9, UTC).date().isoformat()
     script = (HERE / "page.js").read_text("utf-8")
     folded = [agent for agent in report.agents if agent.healthy] if len(report.agents) > MAX_AGENTS else []
     values = {
@@ -57,10 +58,6 @@ def write_page(page: TextIO, report: RunReport, run: str, log: str) -> None:
 
 def _clock(ns: int) -> str:
     return format_clock(ns).removesuffix(" UTC")
-
-
-def _date(ns: int) -> str:
-    return datetime.datetime.fromtimestamp(ns / 1e9, datetime.UTC).date().isoformat()
 
 
 def _span(ns: int) -> str:

@@ -101,7 +101,7 @@ def _skipped(promises: Promises, process: Process, published: Published, given: 
             newer = any(isinstance(other, WeightSync | AdapterSync | EpochStart | Drain) for other in later)
             return "" if newer or process.state.bus_lost else "nothing newer was published"
         case Reason.ALREADY_PROFILING if certain and engine is not None and isinstance(command, ProfileCommand):
-            doubtful = engine.doubtful | engine.recorded
+            doubtful = engine.doubtful | engine.recorded.keys()
             return "" if engine.session_step == command.step or command.step in doubtful else "no such session is open"
         case Reason.NOT_PROFILING if certain and engine is not None and isinstance(command, ProfileCommand):
             own = (

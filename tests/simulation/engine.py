@@ -49,7 +49,7 @@ IDLES: Final = (events.Pause, events.Resume, events.Sleep, events.Wake, events.L
 """Calls that a broken engine says it has carried out, and has not."""
 LOST: Final = "unanswered"
 """Kind of the fault of a call whose answer was lost."""
-WINDOWS_END: Final = 0.0
+WINDOWS_END: Final = 0.4
 """Share of sessions with a window that the engine ends by itself."""
 BROADCAST: Final = "broadcast"
 """How the names of weights begin that can't be read again."""
@@ -127,8 +127,9 @@ class Engine:
     kind: whose observations it gives.   weights, version: what it really holds, and how it numbers that.   label: what
     it calls them; None if it reports none.   memory: who releases it.   interrupts: it generated when the trainer
     released its memory.   called: every call that was begun, in order.   closes_ms: when its session ends with its
-    window.   recorded: steps of the sessions that ended so.   doubtful: steps of which it is not known
-    whether a session was opened.   stop_doubtful: it is not known whether the stop of its last session was made.
+    window.   recorded: steps of the sessions that ended so, and what its agent knows: the start that asked for each.
+    asked: the one that asked for the open session.   doubtful: steps of which it is not known whether a session was
+    opened.   stop_doubtful: it is not known whether the stop of its last session was made.
     forgotten: step of the open session that its agent can't know: it lost its journal, or another agent, which was cut
     off, opened it.
     launched_from: the directory of the weights of its launch, if it reports that.
@@ -157,7 +158,8 @@ class Engine:
     asleep: frozenset[Tag] = frozenset()
     session_step: int | None = None
     closes_ms: int | None = None
-    recorded: set[int] = field(default_factory=set)
+    recorded: dict[int, int] = field(default_factory=dict)
+    asked: int = 0
     doubtful: set[int] = field(default_factory=set)
     forgotten: int | None = None
     stop_doubtful: bool = False
@@ -311,7 +313,8 @@ class Engine:
     def close_window(self) -> None:
         """Close a session whose window has ended."""
         if self.session_step is not None and self.closes_ms is not None and self.now() >= self.closes_ms:
-            self.recorded.add(self.session_step)
+            if self.forgotten is None:
+                self.recorded[self.session_step] = self.asked
             self.session_step = self.closes_ms = self.forgotten = None
 
     @property
@@ -406,6 +409,8 @@ class Engine:
         if attempt is None:
             return
         self.doubt(attempt.call)
+        if isinstance(attempt.call, events.StopProfile):
+            self.recorded.pop(attempt.call.session.step, None)
         if not attempt.applied and self.rng.random() < 0.5:
             self._apply(attempt)
         elif isinstance(attempt.call, events.Load | events.Restore) and not attempt.applied and self.rng.random() < 0.5:
@@ -414,7 +419,9 @@ class Engine:
 
     def doubt(self, call: events.Call) -> None:
         """Note a call of which it is not known whether it was made, and that would leave a session or none."""
-        if isinstance(call, events.StartProfile | events.StopProfile) and self.kind != "tiny":
+        if not isinstance(call, events.StartProfile | events.StopProfile):
+            return
+        if self.kind != "tiny" or call.session.plan.window is not None:
             self.doubtful.add(call.session.step)
             self.stop_doubtful = isinstance(call, events.StopProfile)
 
@@ -465,6 +472,7 @@ class Engine:
             self._tear()
         if isinstance(call, events.StartProfile | events.StopProfile):
             self.session_step = self.forgotten = None
+            self.recorded.pop(call.session.step, None)
         return fault
 
     def _load(self, call: events.Load | events.Restore) -> events.Returned:

@@ -355,9 +355,7 @@ class Promises:
             self.broken("I7 sessions stay open", wrong)
         if isinstance(perform.call, StartProfile):
             ledger.late_start = None
-            step, by_itself = perform.call.session.step, process.state.activity and not process.trigger
-            if by_itself and engine is not None and step in engine.recorded:
-                self.broken("P5 one effect", f"{process.peer} records step {step} again, whose window has ended")
+            self.judge("P5 one effect", verdicts.recording(self, process, perform.call.session.step))
         if isinstance(perform.call, StartProfile) and process.trigger is not None:
             if process.trigger.seq in ledger.started:
                 self.broken("P5 one effect", f"{process.peer} opens a second session for {process.trigger.seq}")

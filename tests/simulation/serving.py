@@ -183,6 +183,6 @@ def _pursued(promises: Promises, process: Process, engine: Engine, lost: bool) -
     if engine.asleep != pursued.asleep:
         promises.broken("P4 late joiner", f"{name} says it is as desired, asleep is {sorted(engine.asleep)}")
     allowed = engine.unseen is not None or engine.forgotten is not None
-    allowed = allowed or (engine.session_step is None and wanted in engine.recorded | engine.doubtful)
+    allowed = allowed or (engine.session_step is None and wanted in engine.recorded.keys() | engine.doubtful)
     if engine.session_step != wanted and not allowed:
         promises.broken("P4 late joiner", f"{name}: session {engine.session_step} is open, desired is {wanted}")

@@ -127,6 +127,7 @@ class Slot:
         old.clock_ms, old.on_lost_bus, old.incarnations = self.clock_ms, self.on_lost_bus, self.incarnations
         old.disk, old.journal, old.ledger, old.cut_off = self.disk, self.journal, self.ledger, True
         old.process, process.slot, self.process, engine.loaded_by = process, old, None, None
+        engine.recorded.clear()
         self.disk, self.journal = self.new_disk(f"{self.world.seed} {self.name} after {number}"), []
         self.ledger = Ledger(answered=old.ledger.answered, lost_epoch=old.ledger.lost_epoch)
         return old
@@ -156,6 +157,7 @@ class Slot:
             self.world.forgotten.add(self.name)
         self.world.say(f"{self.name} loses its journal")
         self.away_until = self.world.now + self.world.rng.randrange(2000, 5000)
+        engine.recorded.clear()
         process.die()
         self.disk.erase()
         self.journal.clear()

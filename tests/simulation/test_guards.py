@@ -193,6 +193,13 @@ GUARDS: Guards = {
             4,
             "P12 adapters",
         ),
+        # A session had ended when the bus was lost, and its step is recorded again when the bus is back.
+        "a recorded step": Guard(
+            "state = with_recorded(state, activity, result)", "state = state", 299, "P5 one effect"
+        ),
+        "a recorded step in the next life": Guard(
+            "suppressed=only_recorded(state.suppressed, state.suppressed.recorded),", "", 299, "P5 one effect"
+        ),
         "taken over": Guard(
             "if state.bus_lost and activity.trigger is None and taken_over(state.engine, call, engine, state.desired):",
             "if False:",
@@ -253,6 +260,13 @@ GUARDS: Guards = {
             "case Sleep() if asleep is not None and not call.tags > asleep:",
             31,
         ),
+        # A session that ended with its window looks like one that is not open, and its step is recorded again.
+        "a window's end": Guard(
+            "return None if windowed and not observation.profiling else observation.profiling",
+            "return observation.profiling",
+            456,
+            "P5 one effect",
+        ),
         "interrupted load": Guard(
             "return replace(_torn(engine), stale_cache=True)", "return replace(engine, stale_cache=True)", 24
         ),
@@ -291,7 +305,7 @@ GUARDS: Guards = {
         ),
         # An agent that is ahead of a log that lost its tail waits for what will never come.
         "position per epoch": Guard(
-            "replace(state, epoch=epoch, reorder_buffer=())",
+            "replace(state, epoch=epoch, reorder_buffer=(), suppressed=known)",
             "replace(state, epoch=epoch, snapshot_epoch=epoch * state.joined, reorder_buffer=())",
             48,
             "convergence",

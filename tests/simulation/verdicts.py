@@ -525,6 +525,22 @@ def closing(promises: Promises, process: Process) -> str:
     return f"{process.peer} closes the session of step {engine.session_step}, which seq {start} asked for"
 
 
+def recording(promises: Promises, process: Process, step: int) -> str:
+    """P5: an agent by itself doesn't record a step again whose window had ended, unless it was asked for again."""
+    engine, trigger = process.slot.engine, process.trigger
+    if engine is None:
+        return ""
+    seq = process.state.seq if trigger is None else trigger.seq
+    starts = (at for at, found in promises.log.items() if at <= seq and _starts(found.command, step))
+    engine.asked = max(starts, default=0)
+    again = trigger is None and engine.recorded.get(step) == engine.asked
+    return f"{process.peer} records step {step} again, whose window has ended" if again else ""
+
+
+def _starts(command: Command | UnknownCommand, step: int) -> bool:
+    return isinstance(command, ProfileCommand) and command.action == "start" and command.step == step
+
+
 def _wanted_by(log: dict[int, Published], place: Identity, step: int, seq: int) -> int | None:
     """The newest start that wants this session open as of a seq; None if it is not wanted."""
     for at in range(seq, 0, -1):

@@ -145,7 +145,9 @@ def _newer(bus: Bus, status: FleetStatus, name: str) -> Iterator[str]:
 
 
 def _open(bus: Bus, status: FleetStatus) -> Iterator[str]:
-    """Each command that is not concluded is named, with those that it waits for and the time that it has."""
+    """Each command that is not concluded is named, with those that it waits for and the time that it has: that of a
+    load ends sooner once its sender has returned, which may be being written.
+    """
     promises, held = bus.world.promises, bus.state.sync is not None and bus.state.sync.held_until_us is not None
     silent = [seq for seq, found in promises.log.items() if (found.origin, seq) not in promises.concluded]
     named, more = silent[:OPEN_MAX], len(silent) > OPEN_MAX
@@ -171,7 +173,8 @@ def _open(bus: Bus, status: FleetStatus) -> Iterator[str]:
         }
         if not owed <= set(live):
             yield f"{sorted(owed)} have not answered seq {seq}, and it waits for {live}"
-        if abs(left_ms - max(0, found.deadline_us - bus.now_us) // 1000) > bus.late_us // 1000:
+        sent = bus.committing is not None and bus.state.sync is not None and seq == bus.state.sync.seq
+        if not sent and abs(left_ms - max(0, found.deadline_us - bus.now_us) // 1000) > bus.late_us // 1000:
             yield f"seq {seq} has {left_ms} ms left, by its deadline {(found.deadline_us - bus.now_us) // 1000}"
 
 

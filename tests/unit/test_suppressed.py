@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from schemas import events
-from schemas.commands import Checkpoint, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target
+from schemas.commands import Checkpoint, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target, Window
 from schemas.desired import ALL_TAGS, Desired, ProfileSession, Syncing
 from schemas.identity import Operation
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
@@ -26,6 +26,7 @@ from tests.unit.test_machine_lives import (
     FLUSH,
     PAUSE,
     PAUSED,
+    RESTARTED,
     RESUME,
     SLEEP,
     V1,
@@ -39,11 +40,14 @@ from workers.machine.suppressed import still_desired
 
 ON_V1 = replace(PRESENT, version=1)
 OTHERS = Target(replicas=frozenset({9}))
+OPENED = replace(START, step=7)
+WINDOWED = replace(OPENED, plan=ProfilePlan(window=Window(0, 3)))
+STILL_WANTED = Desired(profile=ProfileSession(7, ProfilePlan(window=Window(0, 3))))
 
 
-def profiling(step: int = 7) -> tuple[AgentState, events.Observation]:
-    """Return an agent whose engine has the session of this step open, and what is observed of it."""
-    state, effects = fold(agent(), command(replace(START, step=step), 1))
+def profiling(body: ProfileCommand = OPENED) -> tuple[AgentState, events.Observation]:
+    """Return an agent whose engine has a session of step 7 open, and what is observed of it."""
+    state, effects = fold(agent(), command(body, 1))
     state, _, seen = carry_out(state, effects)
     assert state.engine.session is not None and in_sync(state)
     return state, seen
@@ -53,7 +57,7 @@ def profiling(step: int = 7) -> tuple[AgentState, events.Observation]:
 
 
 def test_a_stop_of_another_step_leaves_the_session_open() -> None:
-    state, _ = profiling(7)
+    state, _ = profiling()
     state, effects = fold(state, command(ProfileCommand(action="stop", step=5), 2))
     assert [answer.outcome for answer in answers(effects)] == [Skipped(Reason.NOT_PROFILING)]
     assert called(effects) == [] and state.desired.profile is not None and state.desired.profile.step == 7
@@ -67,35 +71,89 @@ def test_a_stop_of_another_step_leaves_the_session_open() -> None:
         (replace(START, step=8), OTHERS),
         (ProfileCommand(action="stop", step=7), OTHERS),
         (replace(START, step=8, plan=ProfilePlan(ranks=frozenset({99}))), Target()),
-        (replace(START, step=7), Target()),
+        (OPENED, Target()),
     ],
     ids=["start for others", "stop for others", "start of which this replica is no part", "the same start again"],
 )
 def test_an_expired_command_that_asks_nothing_of_this_replica_leaves_its_session_open(
     late: ProfileCommand, target: Target
 ) -> None:
-    state, _ = profiling(7)
+    state, _ = profiling()
     state, effects = fold(state, command(late, 2, ttl_ms=0, target=target))
     assert [(answer.rule, answer.outcome) for answer in answers(effects)] == [(4, Skipped(Reason.EXPIRED))]
     assert called(effects) == [] and state.engine.session is not None
 
 
 def test_an_expired_start_of_another_step_ends_the_session_and_opens_none() -> None:
-    state, seen = profiling(7)
+    state, seen = profiling()
     state, effects = fold(state, command(replace(START, step=8), 2, ttl_ms=0))
     _, calls, seen = carry_out(state, effects, seen)
     assert [call_name(call) for call in calls] == ["stop_profile"] and not seen.profiling
 
 
 def test_a_session_that_failed_to_open_is_not_opened_by_the_stop_of_another_step() -> None:
-    state, effects = fold(agent(), command(replace(START, step=7), 1))
+    state, effects = fold(agent(), command(OPENED, 1))
     state, effects = fault(state, "No.", PRESENT)
     for seq, body in enumerate(
         (ProfileCommand(action="stop", step=5), replace(START, plan=ProfilePlan(enabled=False))), 2
     ):
         state, effects = fold(state, command(body, seq))
         assert called(effects) == []
-    _, effects = fold(state, command(replace(START, step=7), 4))
+    _, effects = fold(state, command(OPENED, 4))
+    assert called(effects) == ["start_profile"]
+
+
+def test_a_session_that_ends_with_its_window_is_not_opened_again_and_is_still_stopped() -> None:
+    state, _ = profiling(WINDOWED)
+    state, effects = fold(state, observed(PRESENT), events.Tick(at_ms=1))
+    assert effects == [] and in_sync(state)
+    state, _ = fold(state, command(ProfileCommand(action="stop", step=7), 2))
+    _, effects = stopped(state)
+    assert [answer.outcome for answer in answers(effects)] == [Acted(calls=("stop_profile",), auto_stopped=True)]
+
+
+def without_bus(auto_stopped: bool = True) -> AgentState:
+    """Return an agent that has closed a session with a window because its lease ended."""
+    state, seen = profiling(WINDOWED)
+    state, effects = looked(*fold(state, events.LeaseExpired(at_ms=1)), seen)
+    assert called(effects) == ["stop_profile"]
+    return stopped(state, auto_stopped)[0]
+
+
+def stopped(state: AgentState, auto_stopped: bool = True) -> tuple[AgentState, list[events.Effect]]:
+    """Let the stop in flight succeed."""
+    assert state.activity is not None
+    result = events.Returned(auto_stopped=auto_stopped)
+    return fold(
+        state, events.EngineReturned(at_ms=1, call_id=state.activity.call_id, result=result, observation=PRESENT)
+    )
+
+
+@pytest.mark.parametrize("lives", [[], [RESTARTED, observed()]], ids=["", "restarted"])
+def test_a_step_whose_window_had_ended_when_the_bus_was_lost_is_not_recorded_again(lives: list[events.Event]) -> None:
+    state, effects = fold(without_bus(), *lives, snapshot(STILL_WANTED, 1), snapshot(STILL_WANTED, 1))
+    assert effects == [] and in_sync(state)
+    _, effects = fold(state, snapshot(seq=2), snapshot(STILL_WANTED, 3))
+    assert called(effects) == ["start_profile"], "it was asked for again in between"
+    _, effects = fold(state, command(WINDOWED, 2))
+    assert called(effects) == ["start_profile"]
+
+
+def test_a_bus_that_is_back_during_the_stop_finds_the_step_recorded() -> None:
+    state, seen = profiling(WINDOWED)
+    state, _ = looked(*fold(state, events.LeaseExpired(at_ms=1)), seen)
+    state, _ = fold(state, snapshot(STILL_WANTED, 1))
+    state, effects = stopped(state)
+    assert effects == [] and in_sync(state)
+
+
+def test_a_session_that_a_lost_bus_cut_short_is_opened_again() -> None:
+    _, effects = fold(without_bus(auto_stopped=False), snapshot(STILL_WANTED, 1))
+    assert called(effects) == ["start_profile"]
+
+
+def test_a_new_trainer_records_a_step_again() -> None:
+    _, effects = fold(without_bus(), events.HeadSeen(at_ms=1, epoch=2, seq=3), snapshot(STILL_WANTED, 3, epoch=2))
     assert called(effects) == ["start_profile"]
 
 

@@ -61,7 +61,15 @@ from workers.machine.state import (
     with_engine_state,
     with_fault,
 )
-from workers.machine.suppressed import clear_suppressed, still_desired, suppress, with_room, without_trainer
+from workers.machine.suppressed import (
+    clear_suppressed,
+    only_recorded,
+    still_desired,
+    suppress,
+    with_recorded,
+    with_room,
+    without_trainer,
+)
 from workers.machine.weights import adopt_pushed, distrusted, expect_push
 
 __all__ = ["LOGIC", "Activity", "AgentState", "decide", "next_deadline"]
@@ -147,10 +155,8 @@ def _decide_command(
 
     The command changes the desired state whatever its outcome.
     """
-    if state.contested:
-        state = replace(state, changed_by_others=False)
     if state.relabelled:
-        state = replace(state, relabelled=0)
+        state = replace(state, relabelled=0, changed_by_others=state.changed_by_others and not state.contested)
     command, suppressed, targeted = event.command, state.suppressed, is_targeted(state, event)
     if targeted and suppressed is not NOTHING_SUPPRESSED:
         suppressed = clear_suppressed(suppressed, command, state.desired, state.identity)
@@ -306,9 +312,7 @@ def _end_activity(state: AgentState, outcome: Outcome, effects: Effects) -> Agen
     trigger = state.activity.trigger
     if trigger is None or state.activity.overdue:
         return replace(state, activity=None)
-    answer = events.Answer(epoch=trigger.origin, seq=trigger.seq, outcome=outcome, rule=10)
-    effects.append(answer)
-    return replace(state, activity=None, answers=remember(state.answers, answer))
+    return _answer(replace(state, activity=None), trigger, outcome, effects)
 
 
 def _call(state: AgentState, activity: Activity, effects: Effects) -> AgentState:
@@ -326,6 +330,7 @@ def _on_returned(state: AgentState, event: events.EngineReturned, effects: Effec
         return state  # the result of a call of an earlier incarnation
     call, result, observation = activity.calls[0], event.result, event.observation
     state = _resolve_interruption(state, observation, effects)  # a call that needed no engine may end before any look
+    state = with_recorded(state, activity, result)
     engine, failure = apply_result(state.engine, call, result, observation)
     if observation is not None:
         engine = with_progress(engine, observation, event.at_ms)
@@ -423,12 +428,11 @@ def _on_tick(state: AgentState, event: events.Tick, effects: Effects) -> AgentSt
     elif activity is not None and not activity.overdue and event.at_ms >= activity.deadline_ms:
         if activity.trigger is not None:
             message = (
-                f"{state.engine.name} has not answered {call_name(activity.calls[0])} by the deadline. The call is not "
-                "cancelled; until it ends, nothing else is sent to this engine."
+                f"{state.engine.name} has not answered {call_name(activity.calls[0])} by the deadline. The call is "
             )
-            message = f"{message} {event.stacks}".rstrip()
+            message += f"not cancelled; until it ends, nothing else is sent to this engine. {event.stacks}"
             state = suppress(state, activity.trigger.command, activity.before)
-            state = _answer(state, activity.trigger, Failed(ErrorKind.ENGINE_TIMEOUT, message), effects)
+            state = _answer(state, activity.trigger, Failed(ErrorKind.ENGINE_TIMEOUT, message.rstrip()), effects)
         state = replace(state, activity=replace(activity, overdue=True, before=None, stacks=event.stacks))
     engine = apply_time(state.engine, state.settings.wedged_after_ms, event.at_ms)
     state = replace(state, engine=engine) if engine is not state.engine else state
@@ -479,7 +483,7 @@ def _on_snapshot(state: AgentState, event: events.SnapshotReceived, effects: Eff
         snapshot_epoch=event.epoch,
         seq=event.seq,
         desired=event.desired,
-        suppressed=NOTHING_SUPPRESSED,
+        suppressed=only_recorded(state.suppressed, event.desired.profile),
         engine=expect_push(distrusted(state.engine, event.desired), state.desired, event.desired),
         remembered=None,
         bus_lost=False,
@@ -524,6 +528,7 @@ def _on_started(state: AgentState, event: events.Started, _: Effects) -> AgentSt
         settings=event.settings,
         epoch=state.epoch,
         seq=state.queue[0].seq - 1 if state.queue else state.seq,  # which `desired` goes up to
+        suppressed=only_recorded(state.suppressed, state.suppressed.recorded),
         engine=replace(unseen, memory=event.settings.memory, trouble=None),
         remembered=Remembered(state.desired, state.engine.instance) if state.joined else state.remembered,
         calls_made=state.calls_made,

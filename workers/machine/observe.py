@@ -63,7 +63,8 @@ def apply_observation(engine: EngineState, observation: Observation) -> EngineSt
         engine = _as_found(engine, observation)
     if engine.memory != "agent":
         engine, observation = _without_memory(engine, observation)
-    asleep, relabelled = observation.asleep, engine.label != observation.label and observation.label is not None
+    profiling, asleep = _profiling(engine, observation), observation.asleep
+    relabelled = engine.label != observation.label and observation.label is not None
     return replace(
         with_listed(_with_label(engine, observation), observation.adapters),
         name=observation.engine,
@@ -75,9 +76,9 @@ def apply_observation(engine: EngineState, observation: Observation) -> EngineSt
         requests_kept=engine.requests_kept or _paused_by_others(engine, observation),
         asleep=engine.asleep if asleep is None else asleep,
         unknown=engine.unknown if asleep is None else frozenset(),
-        session=None if observation.profiling is False else engine.session,
-        opening=engine.opening and observation.profiling is None,
-        closing=engine.closing and observation.profiling is None,
+        session=None if profiling is False else engine.session,
+        opening=engine.opening and profiling is None,
+        closing=engine.closing and profiling is None,
         digest=observation.digest or (None if relabelled and engine.label is not None else engine.digest),
         torn=engine.torn or _has_other_bytes(engine, observation),
         launched_from=engine.launched_from or _launched_from(engine, observation),
@@ -86,6 +87,12 @@ def apply_observation(engine: EngineState, observation: Observation) -> EngineSt
         trouble=observation.trouble,
         unshown=engine.unshown if observation.instance is None else (),
     )
+
+
+def _profiling(engine: EngineState, observation: Observation) -> bool | None:
+    """Whether a session is open. One with a window may have ended by itself, and still needs its stop."""
+    windowed = engine.session is not None and engine.session.plan.window is not None and not engine.closing
+    return None if windowed and not observation.profiling else observation.profiling
 
 
 def _as_found(engine: EngineState, observation: Observation) -> EngineState:

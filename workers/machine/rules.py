@@ -83,8 +83,11 @@ def leaves_a_hole(state: AgentState, event: CommandReceived, effects: list[Effec
 
 
 def enter_epoch(state: AgentState, epoch: int) -> AgentState:
-    """Follow a newer epoch. What is missing must be requested again, from the new bus."""
-    return state if epoch <= state.epoch else replace(state, epoch=epoch, reorder_buffer=())
+    """Follow a newer epoch. What is missing must be requested again, from the new bus, and a step may be again."""
+    if epoch <= state.epoch:
+        return state
+    known = state.suppressed if state.suppressed.recorded is None else replace(state.suppressed, recorded=None)
+    return replace(state, epoch=epoch, reorder_buffer=(), suppressed=known)
 
 
 def continues_history(state: AgentState, event: CommandReceived) -> bool:

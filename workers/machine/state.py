@@ -141,6 +141,7 @@ class Suppressed(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         session: The desired profiling session failed to open, or its command expired.
+        recorded: A session that had ended with its window when the bus was lost: it is not opened again.
         sync: Version of the weight sync that this replica has dropped out of; 0 if none.
         quarantined: Version that this replica could not load; 0 if none. The replica stays paused until the next
             commit, or until that sync is aborted.
@@ -151,6 +152,7 @@ class Suppressed(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     session: bool = False
+    recorded: ProfileSession | None = None
     sync: Count = 0
     quarantined: Count = 0
     generation: Literal["running", "paused"] | None = None

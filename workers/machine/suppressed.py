@@ -2,7 +2,7 @@
 
 The desired state is a fold of the run's commands, and both sides of the wire must compute the same one. A failure is
 therefore never folded in; it is kept beside it as `Suppressed`, and cleared when a command asks again or a snapshot
-arrives.
+arrives. Only a session that is recorded is not opened again by a snapshot of the same epoch.
 """
 
 from msgspec.structs import replace
@@ -18,20 +18,23 @@ from schemas.commands import (
     WeightSync,
     split_model,
 )
-from schemas.desired import ALL_TAGS, Desired, requested_session
+from schemas.desired import ALL_TAGS, Desired, ProfileSession, requested_session
 from schemas.events import (
     AwaitPush,
     Call,
     CheckAdapter,
     CheckSource,
+    Fault,
     Load,
     LoadAdapter,
     Restore,
+    Returned,
     StartProfile,
+    StopProfile,
     UnloadAdapter,
 )
 from schemas.identity import Identity
-from workers.machine.state import NOTHING_SUPPRESSED, AgentState, EngineState, Suppressed
+from workers.machine.state import NOTHING_SUPPRESSED, Activity, AgentState, EngineState, Suppressed
 from workers.machine.weights import holds_committed
 
 
@@ -44,7 +47,7 @@ def still_desired(desired: Desired, suppressed: Suppressed) -> Desired:
         desired,
         generation=suppressed.generation or desired.generation,
         asleep=(desired.asleep - suppressed.awake) | suppressed.asleep,
-        profile=None if suppressed.session else desired.profile,
+        profile=None if suppressed.session or desired.profile == suppressed.recorded else desired.profile,
         sync=None if dropped_out else desired.sync,
         quarantined=desired.quarantined or suppressed.quarantined,
     )
@@ -61,7 +64,7 @@ def clear_suppressed(
         case ProfileCommand():
             stopped = command.action == "stop" and before.profile is not None and before.profile.step == command.step
             requested = requested_session(command, identity) is not None
-            return replace(suppressed, session=False) if stopped or requested else suppressed
+            return replace(suppressed, session=False, recorded=None) if stopped or requested else suppressed
         case EngineCommand() if before.sync is None:
             return _clear_engine(suppressed, command)
         case AdapterSync(phase="prepare"):  # older versions of the same adapter get another chance too
@@ -82,6 +85,24 @@ def clear_suppressed(
 def without_trainer(suppressed: Suppressed, desired: Desired) -> Suppressed:
     """Return what stays suppressed when the lease expires: a quarantine ends with the sync that it belongs to."""
     return replace(suppressed, generation=None, quarantined=_of_committed(suppressed, desired))
+
+
+def with_recorded(state: AgentState, activity: Activity, result: Returned | Fault) -> AgentState:
+    """Return the state after a call: a session that the machine closes by itself may be wanted when its bus is back.
+
+    One that was closed before, without an answer, may have been cut short.
+    """
+    call = activity.calls[0]
+    if not isinstance(call, StopProfile) or activity.trigger is not None or state.engine.closing:
+        return state
+    wanted = state.bus_lost or state.desired.profile == call.session
+    ended = wanted and isinstance(result, Returned) and result.auto_stopped
+    return replace(state, suppressed=replace(state.suppressed, recorded=call.session)) if ended else state
+
+
+def only_recorded(suppressed: Suppressed, wanted: ProfileSession | None) -> Suppressed:
+    """Return what stays suppressed when everything else gets another chance."""
+    return Suppressed(recorded=wanted) if wanted is not None and wanted == suppressed.recorded else NOTHING_SUPPRESSED
 
 
 def with_room(suppressed: Suppressed) -> Suppressed:

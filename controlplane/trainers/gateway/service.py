@@ -171,7 +171,8 @@ class Gateway:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def _answer(self, request: Request) -> Response:
-        if self._token is not None and not _has_token(request, self._token):
+        given = request.headers.get("authorization", "").encode()
+        if self._token is not None and not secrets.compare_digest(given, f"Bearer {self._token}".encode()):
             return _json(401, "the gateway asks for its token: send it as `Authorization: Bearer TOKEN`")
         if self._token is None and _is_of_a_page(request):
             return _json(403, "the gateway takes nothing from pages in a browser, unless they have its token")
@@ -387,11 +388,6 @@ def _listen(host: str, ports: list[int]) -> list[socket.socket]:
 
 def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _has_token(request: Request, token: str) -> bool:
-    given = request.headers.get("authorization", "")
-    return secrets.compare_digest(given.encode(), f"Bearer {token}".encode())
 
 
 def _is_of_a_page(request: Request) -> bool:

@@ -32,7 +32,7 @@ from anyio import to_thread
 from msgspec.structs import replace
 
 from schemas import events
-from schemas.commands import Broadcast, ProfilePlan
+from schemas.commands import Broadcast
 from schemas.errors import CheckpointError, EngineError, RefusedError, UnansweredError, UnsupportedError
 from schemas.events import Load, Restore
 from workers.engines.attached import AttachedEngine, label_after, weight_update
@@ -201,14 +201,11 @@ class VLLMEngine(AttachedEngine[VLLMLaunch]):
         if isinstance(call, events.StartProfile):
             await self._start_profile(client, launch, call)
         else:
-            await self._check_profile(launch, call.plan)
+            profile_arguments(call.plan, "", launch)
+            await to_thread.run_sync(require_writable, self._traces, "The agent")
+            assert launch.profiles_to is not None
+            await to_thread.run_sync(require_writable, launch.profiles_to, "vllm")
         return events.Returned()
-
-    async def _check_profile(self, launch: VLLMLaunch, plan: ProfilePlan) -> None:
-        profile_arguments(plan, "", launch)
-        await to_thread.run_sync(require_writable, self._traces, "The agent")
-        assert launch.profiles_to is not None
-        await to_thread.run_sync(require_writable, launch.profiles_to, "vllm")
 
     async def _start_profile(self, client: EngineClient, launch: VLLMLaunch, call: events.StartProfile) -> None:
         arguments = profile_arguments(call.session.plan, call.directory, launch)

@@ -70,7 +70,8 @@ class AsyncLLMClient(InProcessClient):
             return None
         found = {name: getattr(self._engine, name, None) for name in ROUTES}
         called = {name: self._parameters(name, method) for name, method in found.items() if callable(method)}
-        return called | (dict.fromkeys((*ADAPTERS, *KEPT), frozenset[str]()) if self._takes_adapters() else {})
+        takes_adapters = getattr(self._engine.vllm_config, "lora_config", None) is not None
+        return called | (dict.fromkeys((*ADAPTERS, *KEPT), frozenset[str]()) if takes_adapters else {})
 
     async def info(self) -> Mapping[str, object]:
         """Return what the backend reads of `/server_info?config_format=json`."""
@@ -105,9 +106,6 @@ class AsyncLLMClient(InProcessClient):
         with anyio.move_on_after(READ_TIMEOUT_S):
             return await self._answer(method, partial(call_and_await, getattr(self._engine, method)))
         raise UnansweredError(f"{self.where}.{method} did not answer within {READ_TIMEOUT_S:g} s.")
-
-    def _takes_adapters(self) -> bool:
-        return getattr(self._engine.vllm_config, "lora_config", None) is not None
 
     def _kept(self, method: str) -> object:
         """What the server's `/v1/models` and `/metrics` would say."""
