@@ -1,8 +1,8 @@
 """Sends a trainer's weights to vLLM over NCCL: `send=` of a sync whose source is a `Broadcast`.
 
 Over NCCL vLLM is in no torch.distributed group: its workers join a `StatelessProcessGroup`, and a trainer that waits in
-a group of torch's waits for ever. So what sends here is vLLM's own trainer side, of 0.32, which the trainer must have
-installed. By itself it would call the engines too; here their agents do.
+a group of torch's waits for ever. So what sends here is vLLM's own trainer side, of 0.32 or 0.33: the trainer must have
+it installed. By itself it would call the engines too; here their agents do.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -74,16 +74,30 @@ class _Parameter(NamedTuple):
     name: str
     dtype: "dtype"
     shape: tuple[int, ...]
+    owners: None = None  # each rank
+
+
+class _Metadata(list[_Parameter]):
+    """0.32 calls for it; 0.33 reads it."""
+
+    def __call__(self) -> "_Metadata":
+        return self
 
 
 class _Weights:
-    """What vLLM's trainer side reads: a `WeightSource`."""
+    """What vLLM's trainer side reads: a `WeightSource`, as 0.32 and 0.33 have it."""
 
     def __init__(self, weights: "Callable[[], Mapping[str, Tensor]]") -> None:
         self._weights = weights
 
-    def metadata(self) -> list[_Parameter]:
-        return [_Parameter(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+    @property
+    def metadata(self) -> _Metadata:
+        return _Metadata(_Parameter(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self)
+
+    def implements_iter_full(self) -> bool:
+        return True
 
     def __iter__(self) -> "Iterator[tuple[str, Tensor]]":
         return iter(sorted(self._weights().items()))
+
+    iter_full = __iter__

@@ -28,8 +28,13 @@ class TrainerSide:
         self.client.start_weight_update()
         self.client.update_weights({})
         self.client.finish_weight_update()
-        assert [each.name for each in self.source.metadata()] == [name for name, _ in self.source]
-        self.sent.append([f"{each.name} {each.dtype} {each.shape}" for each in self.source.metadata()])
+        for meta, pairs in (
+            (self.source.metadata(), self.source),  # as 0.32 reads a source
+            (self.source.metadata, self.source.iter_full()),  # and 0.33
+        ):
+            assert [(each.name, each.owners) for each in meta] == [(name, None) for name, _ in pairs]
+        assert self.source.implements_iter_full()
+        self.sent.append([f"{each.name} {each.dtype} {each.shape}" for each in self.source.metadata])
 
 
 @pytest.fixture
