@@ -24,7 +24,7 @@ from schemas.commands import Drain
 from schemas.events import CheckAdapter, LoadAdapter, Perform, UnloadAdapter
 from schemas.outcomes import Acted
 from tests.engines.servers import free_port
-from tests.environments import python
+from tests.environments import VLLM_VERSION, python
 from tests.running import ROOT, environment
 from tests.waiting import wait_until
 
@@ -174,6 +174,20 @@ def test_a_fleet_is_scaled_from_two_to_three_to_one_to_two_and_no_step_fails(tmp
     idle = Acted(calls=("await_idle", "pause"))
     assert len(left) >= 2 and all(one == idle for one in left), "a request was cut short"
     assert processes_of(out) == []
+    check_log(out / "run.db")
+
+
+def test_what_syncs_in_its_midst_cut_off_is_sampled_again_and_no_step_fails(tmp_path: Path) -> None:
+    """What is asked while they pause by `abort` waits for their end; vLLM refuses it with 503 from 0.33 on."""
+    out = tmp_path / "run"
+    out.mkdir()
+    with program(SCALED, out, "synced") as process:
+        output, _ = process.communicate(timeout=800)
+    assert process.returncode == 0, output[-6000:]
+    steps = json.loads((out / "result.json").read_text())["steps"]
+    assert [step["whole"] for step in steps] == [64] * 8 and max(step["gap"] for step in steps) < SAME
+    assert [step["sync"][:2] for step in steps] == [[version, "committed"] for version in range(1, 33, 4)]
+    assert ("it answers 503: " in output) == (VLLM_VERSION != "0.32.0")
     check_log(out / "run.db")
 
 
