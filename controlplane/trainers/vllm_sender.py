@@ -7,13 +7,15 @@ it installed. By itself it would call the engines too; here their agents do.
 
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from schemas.commands import Broadcast
 from schemas.errors import EngineError
 
 if TYPE_CHECKING:
-    from torch import Tensor, dtype
+    from torch import Tensor
+
+PACKAGE: Final = "vllm.distributed.weight_transfer"
 
 
 class VLLMSender:
@@ -53,10 +55,9 @@ class VLLMSender:
         self._engine = engine
 
     def _join(self) -> Any:
-        package = "vllm.distributed.weight_transfer"
-        make = self._init_info or import_module(f"{package}.nccl_engine").NCCLTrainerInitInfo
+        make = self._init_info or import_module(f"{PACKAGE}.nccl_engine").NCCLTrainerInitInfo
         place = {"master_address": self._source.host, "master_port": self._source.port, "world_size": self._world}
-        factory = import_module(f"{package}.factory").WeightTransferTrainerFactory
+        factory = import_module(f"{PACKAGE}.factory").WeightTransferTrainerFactory
         # Agents have each tensor sent alone: the sizes of packed buffers are none of what they tell the engine.
         return factory.trainer_init(
             make(**place, rank=0, packed=False), client=_Agents(), source=_Weights(self._weights)
@@ -70,14 +71,7 @@ class _Agents:
         return lambda *_, **__: None
 
 
-class _Parameter(NamedTuple):
-    name: str
-    dtype: "dtype"
-    shape: tuple[int, ...]
-    owners: None = None  # each rank
-
-
-class _Metadata(list[_Parameter]):
+class _Metadata(list[Any]):
     """0.32 calls for it; 0.33 reads it."""
 
     def __call__(self) -> "_Metadata":
@@ -92,7 +86,8 @@ class _Weights:
 
     @property
     def metadata(self) -> _Metadata:
-        return _Metadata(_Parameter(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self)
+        meta = import_module(f"{PACKAGE}.base").ParamMeta
+        return _Metadata(meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self)
 
     def implements_iter_full(self) -> bool:
         return True
