@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=auto --dist=loadgroup --duratio
 # The tests start hundreds of processes: they share what Python compiles, whatever this shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-vllm demo-lora demo-gameday test test-long test-attacks test-engines test-gpu test-soak test-trainers test-perfetto test-browser test-pythons test-recipes test-mutants environments lint docs bench clean
+.PHONY: demo demo-vllm demo-lora demo-gameday test test-long test-attacks test-engines test-vllm test-gpu test-soak test-trainers test-perfetto test-browser test-pythons test-recipes test-mutants environments lint docs bench clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/rolloutctl demo
@@ -60,6 +60,10 @@ test-attacks: $(VENV)/.ready
 test-engines: $(VENV)/.ready
 	$(BIN)/python -m pytest -m engine_vllm $(ENGINE_TESTS)
 	$(BIN)/python -m pytest -m engine_sglang $(ENGINE_TESTS)
+
+# All that runs a real vLLM, TRL's tests too. ROLLOUTCTL_TEST_VLLM chooses the vLLM: docs/engines.md.
+test-vllm: $(VENV)/.ready
+	$(BIN)/python -m pytest -m "engine_vllm or trainer_trl" $(ENGINE_TESTS)
 
 # What needs a GPU to be proven: at most ten minutes. GPU_PYTHON: an interpreter with a torch for CUDA and the extra `dev`, in
 # place of .venv, whose torch is for the CPU unless TORCH or TORCH_BACKEND says otherwise.

@@ -234,6 +234,7 @@ class UnloadAdapter(Struct, frozen=True, tag="unload_adapter"):
     waited: bool
 
 
+ProfileCall = CheckProfile | StartProfile | StopProfile
 EngineCall = (
     CheckSource
     | Pause
@@ -247,9 +248,7 @@ EngineCall = (
     | CheckAdapter
     | LoadAdapter
     | UnloadAdapter
-    | CheckProfile
-    | StartProfile
-    | StopProfile
+    | ProfileCall
 )
 DiskCall = CollectTraces | FinishProfile
 Call = EngineCall | DiskCall | AwaitPush | AwaitIdle | Observe

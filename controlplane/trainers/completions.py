@@ -114,7 +114,7 @@ class CompletionsClient:
             for replica, answer in self._ask(shares, prompts, {**model, **sampling}):
                 if isinstance(answer, httpx.TransportError):
                     avoided.add(replica)
-                    logger.warning("replica %d does not answer, its prompts go to others: %r", replica, answer)
+                    logger.warning("replica %d did not answer its prompts, which are asked again: %r", replica, answer)
                 else:
                     completions |= answer
                     until = time.monotonic() + self._timeout

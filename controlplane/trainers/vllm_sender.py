@@ -1,19 +1,21 @@
 """Sends a trainer's weights to vLLM over NCCL: `send=` of a sync whose source is a `Broadcast`.
 
 Over NCCL vLLM is in no torch.distributed group: its workers join a `StatelessProcessGroup`, and a trainer that waits in
-a group of torch's waits for ever. So what sends here is vLLM's own trainer side, of 0.32, which the trainer must have
-installed. By itself it would call the engines too; here their agents do.
+a group of torch's waits for ever. So what sends here is vLLM's own trainer side, of 0.32 or 0.33: the trainer must have
+it installed. By itself it would call the engines too; here their agents do.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from schemas.commands import Broadcast
 from schemas.errors import EngineError
 
 if TYPE_CHECKING:
-    from torch import Tensor, dtype
+    from torch import Tensor
+
+PACKAGE: Final = "vllm.distributed.weight_transfer"
 
 
 class VLLMSender:
@@ -53,10 +55,9 @@ class VLLMSender:
         self._engine = engine
 
     def _join(self) -> Any:
-        package = "vllm.distributed.weight_transfer"
-        make = self._init_info or import_module(f"{package}.nccl_engine").NCCLTrainerInitInfo
+        make = self._init_info or import_module(f"{PACKAGE}.nccl_engine").NCCLTrainerInitInfo
         place = {"master_address": self._source.host, "master_port": self._source.port, "world_size": self._world}
-        factory = import_module(f"{package}.factory").WeightTransferTrainerFactory
+        factory = import_module(f"{PACKAGE}.factory").WeightTransferTrainerFactory
         # Agents have each tensor sent alone: the sizes of packed buffers are none of what they tell the engine.
         return factory.trainer_init(
             make(**place, rank=0, packed=False), client=_Agents(), source=_Weights(self._weights)
@@ -70,20 +71,28 @@ class _Agents:
         return lambda *_, **__: None
 
 
-class _Parameter(NamedTuple):
-    name: str
-    dtype: "dtype"
-    shape: tuple[int, ...]
+class _Metadata(list[Any]):
+    """0.32 calls for it; 0.33 reads it."""
+
+    def __call__(self) -> "_Metadata":
+        return self
 
 
 class _Weights:
-    """What vLLM's trainer side reads: a `WeightSource`."""
+    """What vLLM's trainer side reads: a `WeightSource`, as 0.32 and 0.33 have it."""
 
     def __init__(self, weights: "Callable[[], Mapping[str, Tensor]]") -> None:
         self._weights = weights
 
-    def metadata(self) -> list[_Parameter]:
-        return [_Parameter(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+    @property
+    def metadata(self) -> _Metadata:
+        meta = import_module(f"{PACKAGE}.base").ParamMeta
+        return _Metadata(meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self)
+
+    def implements_iter_full(self) -> bool:
+        return True
 
     def __iter__(self) -> "Iterator[tuple[str, Tensor]]":
         return iter(sorted(self._weights().items()))
+
+    iter_full = __iter__

@@ -312,17 +312,25 @@ class Trainer:
         }
 
     async def sleep(self) -> dict[str, object]:
-        """A request sent to a sleeping engine: tokens before it is awake, and after."""
-        request = Request()
+        """A request sent to a sleeping engine: tokens before it is awake, and after; how it was refused, if it was."""
+        request, refused = Request(), ""
+
+        async def ask() -> None:
+            nonlocal refused
+            try:
+                await self.rollout.follow(request, SHORT)
+            except Exception as error:  # of vLLM's, whose package is not here in each environment
+                refused = type(error).__name__
+
         async with anyio.create_task_group() as tasks:
             await self.command(EngineCommand(operation="sleep"))
-            tasks.start_soon(self.rollout.follow, request, SHORT)
+            tasks.start_soon(ask)
             await self.rollout.turns()
             asleep = list(request.tokens)
             await self.command(EngineCommand(operation="wake"))
             with anyio.fail_after(30):
-                await request.done.wait()
-        return {"asleep": asleep, "awake": request.tokens}
+                await (self.rollout.follow(request, SHORT) if refused else request.done.wait())
+        return {"asleep": asleep, "awake": request.tokens, "refused": refused}
 
     async def profile(self) -> dict[str, object]:
         """The traces of a session around a request, and of one that ends by itself while a request runs."""

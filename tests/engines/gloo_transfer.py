@@ -1,4 +1,4 @@
-"""Weights over gloo for vLLM 0.32, registered from outside: what its NCCL back-end does, on a machine without a GPU.
+"""Weights over gloo for vLLM, registered from outside: what its NCCL back-end does, on a machine without a GPU.
 
 A server registers it by `--worker-extension-cls tests.engines.gloo_transfer.Extension`, a trainer by importing it. Only
 what needs a GPU differs: the group, and how a tensor goes over it.
@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
+from vllm.distributed.weight_transfer import nccl_engine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerInitInfo,
@@ -76,9 +77,8 @@ class GlooTrainer(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]  # not
 
     @classmethod
     def trainer_init(cls, init_info: GlooTrainerInitInfo, *, client: Any, source: Any = None) -> "GlooTrainer":
-        made = cls(client=client, source=source, packed=init_info.packed)
+        made: GlooTrainer = super().trainer_init(init_info, client=client, source=source)
         made.breaks_after = init_info.breaks_after
-        made.group = join(init_info.master_address, init_info.master_port, 0, init_info.world_size)
         return made
 
     def _broadcast(self, source: Any, meta: Any) -> None:
@@ -86,9 +86,15 @@ class GlooTrainer(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]  # not
         for sent, (_, tensor) in enumerate(pairs):
             if self.breaks_after == sent > 0:
                 raise ConnectionError(f"broken after {sent} tensors")
-            self.group.broadcast(tensor, 0).wait()
+            self.model_update_group.broadcast(tensor, 0).wait()
 
 
+def open_trainer_endpoint(init_info: GlooTrainerInitInfo) -> Any:
+    """As NCCL's: rank 0 of the group."""
+    return join(init_info.master_address, init_info.master_port, 0, init_info.world_size)
+
+
+nccl_engine.open_trainer_endpoint = open_trainer_endpoint
 if "gloo" not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine("gloo", GlooEngine)
     WeightTransferTrainerFactory.register_engine("gloo", GlooTrainer)

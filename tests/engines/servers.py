@@ -88,8 +88,10 @@ class Process:
         return []
 
     def kill(self) -> None:
-        """Send SIGKILL to all of them."""
+        """Send SIGKILL to all of them, and to what is left of the group of one that has ended."""
         family = self.family()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         for process in family:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)

@@ -3,7 +3,7 @@
 
 `python scaled_grpo.py OUT VLLM`, in TRL's environment, writes what each step saw to OUT/result.json. The bus assigns
 the index of each agent, and knows the address of its server from it. Each change begins in a step, while its requests
-run.
+run. `synced` after VLLM leaves the fleet at two: an operator syncs while the requests of each step run.
 """
 
 import json
@@ -11,6 +11,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,12 @@ from tests.engines.servers import free_port
 
 OUT = Path(sys.argv[1])
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "examples" / "grpo_vllm.py"), run_name="example")
-STEPS_MAX = 400
+LENGTH, EOS = 32, 256
+SYNCED = sys.argv[3:] == ["synced"]
+STEPS_MAX = 8 if SYNCED else 400
 """The fleet has its last size long before."""
+SYNCS = 3
+"""In the midst of a step."""
 
 
 class Fleet:
@@ -35,7 +40,7 @@ class Fleet:
     def __init__(self, bus: str) -> None:
         self._bus, self._started = bus, 0
         self.agents: list[subprocess.Popen[bytes]] = []
-        self.drained: list[subprocess.Popen[bytes]] = []
+        self.leaving: list[subprocess.Popen[bytes]] = []
 
     def grow(self) -> None:
         url = f"http://127.0.0.1:{free_port()}"
@@ -47,7 +52,7 @@ class Fleet:
 
     def drain(self, replica: int) -> None:
         """By an operator's hand: the agent of the replica ends by itself."""
-        self.drained.append(self._run("drain.log", "drain", replica, "--grace", 60, "--bus", self._bus))
+        self.leaving += [self._run("drain.log", "drain", replica, "--grace", 60, "--bus", self._bus)]
 
     @staticmethod
     def _run(log: str, *words: object) -> subprocess.Popen[bytes]:
@@ -64,17 +69,36 @@ def changes(fleet: Fleet, plane: ControlPlane) -> Iterator[bool]:
             yield False
         yield from [False] * 2  # steps of the whole fleet
 
+    if SYNCED:
+        yield from [False] * STEPS_MAX
     yield from until({0, 1})
     fleet.grow()
     yield from until({0, 1, 2})
     fleet.drain(1)
     fleet.agents[2].terminate()
+    fleet.leaving += fleet.agents[1:]
     yield from until({0})
-    while any(process.poll() is None for process in (fleet.agents[1], fleet.agents[2], *fleet.drained)):
+    while any(process.poll() is None for process in fleet.leaving):
         yield False
     fleet.grow()
     yield from until({0, 1})
     yield True
+
+
+class Synced(VllmRollouts):
+    """While its requests run, an operator syncs the weights that are served, and again."""
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        with ThreadPoolExecutor() as operator:
+            synced = operator.submit(self._sync)
+            answer = super().__call__(prompts, trainer)
+            synced.result()
+        return answer
+
+    def _sync(self) -> None:
+        newest = max((OUT / "new").glob("step_*"), key=lambda folder: folder.stat().st_mtime_ns)
+        for _ in range(SYNCS):
+            plane.sync_weights(None, newest.name, timeout=60).wait().raise_unless_committed()
 
 
 class Steps(TrainerCallback):  # type: ignore[misc]
@@ -96,6 +120,7 @@ class Steps(TrainerCallback):  # type: ignore[misc]
                 "served": sorted({*before, *self._plane.serving()}),
                 "asked": list(self._rollouts.replicas),
                 "gap": self._rollouts.logprob_gaps[-1],
+                "whole": sum(len(ids) == LENGTH or ids[-1] == EOS for ids in answer["completion_ids"]),
                 "sync": [report.version, report.status, *map(list, (report.loaded, report.quarantined))],
                 "unproven": list(report.unproven),
             }
@@ -109,9 +134,9 @@ class Steps(TrainerCallback):  # type: ignore[misc]
 def train(plane: ControlPlane, fleet: Fleet) -> dict[str, Any]:
     prompts = Dataset.from_dict({"prompt": [f"{number:02}: " for number in range(64)]})
     cpu = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "dataloader_pin_memory": False}
-    sizes = {"per_device_train_batch_size": 64, "max_completion_length": 32, "max_steps": STEPS_MAX}
+    sizes = {"per_device_train_batch_size": 64, "max_completion_length": LENGTH, "max_steps": STEPS_MAX}
     rate = {"learning_rate": 1e-3, "save_strategy": "no", "disable_tqdm": True, "report_to": "none"}
-    sync, rollouts = FleetSync(plane), VllmRollouts(plane, max_logprob_gap=1e-4)
+    sync, rollouts = FleetSync(plane), (Synced if SYNCED else VllmRollouts)(plane, max_logprob_gap=1e-4)
     steps = Steps(plane, fleet, sync, rollouts)
     bus = {"callbacks": [sync, steps], "rollout_func": steps.roll, "processing_class": tokenizer}
     config = GRPOConfig(output_dir=str(OUT / "trl"), **sizes, **cpu, **rate)
@@ -121,7 +146,7 @@ def train(plane: ControlPlane, fleet: Fleet) -> dict[str, Any]:
     return {
         "steps": steps.seen,
         "serving": sorted(plane.serving()),
-        "ended": [process.wait(60) for process in (*fleet.drained, fleet.agents[1], fleet.agents[2])],
+        "ended": [process.wait(60) for process in fleet.leaving],
     }
 
 

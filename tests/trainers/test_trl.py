@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 import pytest
@@ -24,7 +24,7 @@ from schemas.commands import Drain
 from schemas.events import CheckAdapter, LoadAdapter, Perform, UnloadAdapter
 from schemas.outcomes import Acted
 from tests.engines.servers import free_port
-from tests.environments import python
+from tests.environments import VLLM_VERSION, python
 from tests.running import ROOT, environment
 from tests.waiting import wait_until
 
@@ -81,6 +81,17 @@ def engines_below(out: Path) -> list[psutil.Process]:
 def check_log(log: Path) -> None:
     assert list(verify(RunLog.read(log))) == []
     assert replay_log(RunLog.read(log)).compared > 100
+
+
+def result_of(file: Path, out: Path, *arguments: object) -> tuple[dict[str, Any], str]:
+    """Run a program to its good end, of all that it started too. Returns its result, and its output."""
+    out.mkdir()
+    with program(file, out, *arguments) as process:
+        output, _ = process.communicate(timeout=800)
+    assert process.returncode == 0, output[-6000:]
+    assert processes_of(out) == []
+    check_log(out / "run.db")
+    return json.loads((out / "result.json").read_text()), output
 
 
 def learned(demo: Path, out: Path) -> tuple[str, int]:
@@ -156,12 +167,7 @@ def test_a_game_day_of_the_demo_is_lived_through_and_judged(tmp_path: Path) -> N
 
 
 def test_a_fleet_is_scaled_from_two_to_three_to_one_to_two_and_no_step_fails(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    out.mkdir()
-    with program(SCALED, out) as process:
-        output, _ = process.communicate(timeout=800)
-    assert process.returncode == 0, output[-6000:]
-    result = json.loads((out / "result.json").read_text())
+    result, _ = result_of(SCALED, out := tmp_path / "run")
     steps, asked = result["steps"], [tuple(step["asked"]) for step in result["steps"]]
     assert [size for size, _ in itertools.groupby(asked)] == [(0, 1), (0, 1, 2), (0,), (0, 1)]
     assert all(set(step["asked"]) <= set(step["served"]) for step in steps), "one was asked that did not serve"
@@ -173,8 +179,15 @@ def test_a_fleet_is_scaled_from_two_to_three_to_one_to_two_and_no_step_fails(tmp
     left = [outcome.conclusion for report in drains for outcome in report.outcomes if outcome.agent in report.acted]
     idle = Acted(calls=("await_idle", "pause"))
     assert len(left) >= 2 and all(one == idle for one in left), "a request was cut short"
-    assert processes_of(out) == []
-    check_log(out / "run.db")
+
+
+def test_what_syncs_in_its_midst_cut_off_is_sampled_again_and_no_step_fails(tmp_path: Path) -> None:
+    """What is asked while they pause by `abort` waits for their end; vLLM refuses it with 503 from 0.33 on."""
+    result, output = result_of(SCALED, tmp_path / "run", "synced")
+    steps = result["steps"]
+    assert [step["whole"] for step in steps] == [64] * 8 and max(step["gap"] for step in steps) < SAME
+    assert [step["sync"][:2] for step in steps] == [[version, "committed"] for version in range(1, 33, 4)]
+    assert ("it answers 503: " in output) == (VLLM_VERSION != "0.32.0")
 
 
 def test_ctrl_c_ends_the_demo_with_all_that_it_started(tmp_path: Path) -> None:
@@ -188,17 +201,10 @@ def test_ctrl_c_ends_the_demo_with_all_that_it_started(tmp_path: Path) -> None:
 
 
 def test_async_grpo_moves_its_weights_over_the_bus(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    out.mkdir()
-    with program(ASYNC, out, free_port(), free_port(), "vllm") as process:
-        output, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, output[-6000:]
-    result = json.loads((out / "result.json").read_text())
+    result, _ = result_of(ASYNC, out := tmp_path / "run", free_port(), free_port(), "vllm")
     assert result["versions"] == [1, 2, 3, 4, 5, 6]  # one before the first step, then one after each
     assert result["committed"] == [7, [0, 1]] and result["labels"] == ["7", "7"]
     assert result["same"] < SAME and result["other"] > OTHER
-    assert processes_of(out) == []
-    check_log(out / "run.db")
     check_stale(out / "run.db", result["samples"])
 
 
@@ -221,16 +227,9 @@ def test_an_adapter_learns_on_two_servers_of_which_one_is_killed_and_nothing_is_
 
 
 def test_async_grpo_moves_an_adapter_over_the_bus_and_leaves_its_base_as_it_is(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    out.mkdir()
-    with program(ASYNC, out, free_port(), free_port(), "lora") as process:
-        output, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, output[-6000:]
-    result = json.loads((out / "result.json").read_text())
+    result, _ = result_of(ASYNC, out := tmp_path / "run", free_port(), free_port(), "lora")
     assert result["versions"] == [1, 2, 3, 4, 5, 6] and result["committed"] == [7, [0, 1]]
     assert all({"policy-v6", "policy-v7"} <= set(adapters) for adapters in result["adapters"])
     assert result["base"], "the trainer's base is no longer the one that the servers have"
     assert result["same"] < SAME and result["other"] > OTHER
-    assert processes_of(out) == []
-    check_log(out / "run.db")
     check_stale(out / "run.db", result["samples"])

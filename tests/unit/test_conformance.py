@@ -408,15 +408,9 @@ def test_a_request_names_its_adapter_as_the_server_has_it(kind: str, key: str, b
     assert asked == ["policy-v7", base]
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_text_with_any_character_of_a_line_break_is_no_end_of_an_event(kind: str) -> None:
-    """Servers write such text as it is. Only a line feed ends a line of a stream of events."""
-    text = "\u2028 \u0085 \x0b"
-    event = {
-        "vllm": {"choices": [{"text": text, "token_ids": [7]}]},
-        "sglang": {"text": text, "output_ids": [7], "meta_info": {"completion_tokens": 1}},
-    }[kind]
-    stream = f"data: {json.dumps(event, ensure_ascii=False)}\n\ndata: [DONE]\n\n"
+def tokens_of(kind: str, event: Any) -> list[int]:
+    """What a client gets of a server that streams that event."""
+    stream, models = f"data: {json.dumps(event, ensure_ascii=False)}\n\ndata: [DONE]\n\n", {"data": [{"id": "m"}]}
 
     async def tokens(url: str) -> list[int]:
         client = ServerClient(kind, url)
@@ -425,6 +419,24 @@ def test_text_with_any_character_of_a_line_break_is_no_end_of_an_event(kind: str
         finally:
             await client.close()
 
-    models = {"data": [{"id": "m"}]}
     with HttpServer(lambda request: (200, models if request.path == "/v1/models" else stream)) as server:
-        assert anyio.run(tokens, server.url) == [7]
+        return anyio.run(tokens, server.url)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_text_with_any_character_of_a_line_break_is_no_end_of_an_event(kind: str) -> None:
+    """Servers write such text as it is. Only a line feed ends a line of a stream of events."""
+    text = "\u2028 \u0085 \x0b"
+    event = {
+        "vllm": {"choices": [{"text": text, "token_ids": [7]}]},
+        "sglang": {"text": text, "output_ids": [7], "meta_info": {"completion_tokens": 1}},
+    }[kind]
+    assert tokens_of(kind, event) == [7]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_request_that_is_refused_within_its_stream_is_refused(kind: str) -> None:
+    """vLLM 0.33 refuses so what comes in a pause: 200 has been sent by then."""
+    refusal = {"error": {"message": "Generation is paused.", "type": "ServiceUnavailableError", "code": 503}}
+    with pytest.raises(EngineError, match="refused the request: .*Generation is paused"):
+        tokens_of(kind, refusal)

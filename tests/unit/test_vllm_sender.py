@@ -1,13 +1,14 @@
 """What `VLLMSender` hands to vLLM's trainer side, which stands in here; the real one is in test_vllm_broadcast.py."""
 
 import sys
+from collections import namedtuple
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from controlplane.trainers.vllm_sender import VLLMSender
+from controlplane.trainers.vllm_sender import PACKAGE, VLLMSender
 from schemas.commands import Broadcast
 from schemas.errors import EngineError
 
@@ -28,8 +29,13 @@ class TrainerSide:
         self.client.start_weight_update()
         self.client.update_weights({})
         self.client.finish_weight_update()
-        assert [each.name for each in self.source.metadata()] == [name for name, _ in self.source]
-        self.sent.append([f"{each.name} {each.dtype} {each.shape}" for each in self.source.metadata()])
+        for meta, pairs in (
+            (self.source.metadata(), self.source),  # as 0.32 reads a source
+            (self.source.metadata, self.source.iter_full()),  # and 0.33
+        ):
+            assert [each.name for each in meta] == [name for name, _ in pairs]
+        assert self.source.implements_iter_full()
+        self.sent.append([f"{each.name} {each.dtype} {each.shape}" for each in self.source.metadata])
 
 
 @pytest.fixture
@@ -40,12 +46,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[TrainerSide]:
         sides.append(TrainerSide(init_info, client, source))
         return sides[-1]
 
-    package = "vllm.distributed.weight_transfer"
     factory = SimpleNamespace(WeightTransferTrainerFactory=SimpleNamespace(trainer_init=trainer_init))
-    monkeypatch.setitem(sys.modules, f"{package}.factory", factory)
+    monkeypatch.setitem(sys.modules, f"{PACKAGE}.factory", factory)
+    base = SimpleNamespace(ParamMeta=namedtuple("ParamMeta", "name dtype shape"))
+    monkeypatch.setitem(sys.modules, f"{PACKAGE}.base", base)
     nccl = SimpleNamespace(NCCLTrainerInitInfo=SimpleNamespace)
-    monkeypatch.setitem(sys.modules, f"{package}.nccl_engine", nccl)
-    for name in ("vllm", "vllm.distributed", package):
+    monkeypatch.setitem(sys.modules, f"{PACKAGE}.nccl_engine", nccl)
+    for name in ("vllm", "vllm.distributed", PACKAGE):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
     return sides
 

@@ -35,7 +35,10 @@ class ServerClient:
                     text = (await answer.aread()).decode(errors="replace")
                     raise EngineError(f"{self._url}{path} answered {answer.status_code}: {text[:200]}")
                 async for data in _events(answer):
-                    for token in self._new_tokens(json.loads(data), made):
+                    event = json.loads(data)
+                    if error := event.get("error"):
+                        raise EngineError(f"{self._url}{path} refused the request: {str(error)[:200]}")
+                    for token in self._new_tokens(event, made):
                         made += 1
                         yield token
         except httpx.HTTPError as error:

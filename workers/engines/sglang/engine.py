@@ -217,12 +217,7 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
 
     # --- profiling ----------------------------------------------------------------------------------------------------
 
-    async def _profile(
-        self,
-        client: EngineClient,
-        launch: SGLangLaunch,
-        call: events.CheckProfile | events.StartProfile | events.StopProfile,
-    ) -> events.Returned:
+    async def _profile(self, client: EngineClient, launch: SGLangLaunch, call: events.ProfileCall) -> events.Returned:
         if isinstance(call, events.StopProfile):
             return await self._stop_profile(client, call)
         if isinstance(call, events.StartProfile):

@@ -249,9 +249,7 @@ class TinyEngine:
         launched = weights(TinyModel(scheduler.model.config, self._seed))
         scheduler.run(scheduler.load, 0, launched, "", digest(launched))
 
-    def _profile(
-        self, scheduler: "Scheduler", call: events.CheckProfile | events.StartProfile | events.StopProfile
-    ) -> events.Returned:
+    def _profile(self, scheduler: "Scheduler", call: events.ProfileCall) -> events.Returned:
         from workers.engines.tiny.profile import require_supported
 
         if isinstance(call, events.CheckProfile):

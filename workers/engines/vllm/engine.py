@@ -190,12 +190,7 @@ class VLLMEngine(AttachedEngine[VLLMLaunch]):
 
     # --- profiling ----------------------------------------------------------------------------------------------------
 
-    async def _profile(
-        self,
-        client: EngineClient,
-        launch: VLLMLaunch,
-        call: events.CheckProfile | events.StartProfile | events.StopProfile,
-    ) -> events.Returned:
+    async def _profile(self, client: EngineClient, launch: VLLMLaunch, call: events.ProfileCall) -> events.Returned:
         if isinstance(call, events.StopProfile):
             return await self._stop_profile(client, launch, call)
         if isinstance(call, events.StartProfile):

@@ -36,11 +36,11 @@ from workers.engines.in_process import (
 from workers.engines.vllm.server import ROUTES
 
 REQUESTS: Final = "vllm.distributed.weight_transfer.base"
-REQUEST_OF: Final[Mapping[str, str]] = {
-    "init_weight_transfer_engine": "WeightTransferInitRequest",
-    "update_weights": "WeightTransferUpdateRequest",
+REQUEST_OF: Final[Mapping[str, tuple[str, str]]] = {
+    "init_weight_transfer_engine": ("WeightTransferInitRequest", "init_info"),
+    "update_weights": ("WeightTransferUpdateRequest", "update_info"),
 }
-"""Methods that take one request object, with its class."""
+"""Methods that take one request object, with its class and field."""
 
 ADAPTERS: Final = ("load_lora_adapter", "unload_lora_adapter")
 """Methods of the server's front end, for engines that were launched for adapters."""
@@ -163,9 +163,9 @@ class AsyncLLMClient(InProcessClient):
         if method in ADAPTERS:
             return await self._adapter(method, **arguments)
         function = getattr(self._engine, method)
-        if (name := REQUEST_OF.get(method)) is not None:
+        if method in REQUEST_OF:
             self._requests = self._requests or import_module(REQUESTS)
-            return await function(getattr(self._requests, name)(**arguments))
+            return await function(getattr(self._requests, REQUEST_OF[method][0])(**arguments))
         return await call_and_await(function, **arguments)
 
     async def _adapter(self, method: str, *, lora_name: object, lora_path: object = "") -> object:
@@ -190,10 +190,7 @@ class AsyncLLMClient(InProcessClient):
     def _parameters(self, name: str, method: Any) -> frozenset[str]:
         if name == "compute_weight_checksums":
             return frozenset({"action"})
-        return {
-            "init_weight_transfer_engine": frozenset({"init_info"}),
-            "update_weights": frozenset({"update_info"}),
-        }.get(name) or parameter_names(method)
+        return frozenset(REQUEST_OF[name][1:]) if name in REQUEST_OF else parameter_names(method)
 
 
 def lora_request(engine: object, name: str) -> Any:
