@@ -26,10 +26,10 @@ from controlplane.trainers.trl import BusSteps, BusWeightTransfer, Gate, VllmRol
 from schemas.profiler.config import ProfilerConfig
 
 STEPS = 6
-OUT, LORA = Path(sys.argv[1]), sys.argv[5] == "lora"
-EXAMPLE = runpy.run_path(
-    str(Path(__file__).parents[2] / "docs" / "examples" / f"grpo_{sys.argv[5]}.py"), run_name="example"
-)
+OUT, PORTS, KIND = Path(sys.argv[1]), sys.argv[3:5], sys.argv[5]
+LORA = KIND == "lora"
+del sys.argv[3:]  # the example would take them for plans of a game day
+EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "examples" / f"grpo_{KIND}.py"), run_name="example")
 
 
 def flash_attn_varlen_func(
@@ -161,7 +161,7 @@ if __name__ == "__main__":
     agents: list[Any] = []
     with ControlPlane("tcp://127.0.0.1:0", log=OUT / "run.db", profiler=profiler, checkpoints=OUT / "new") as plane:
         try:
-            urls = {replica: f"http://127.0.0.1:{port}" for replica, port in enumerate(map(int, sys.argv[3:5]))}
+            urls = {replica: f"http://127.0.0.1:{port}" for replica, port in enumerate(map(int, PORTS))}
             agents += [EXAMPLE["start_agent"](plane.address, *place) for place in urls.items()]
             plane.wait_for_agents(2, timeout=300).wait()
             (OUT / "result.json").write_text(json.dumps(train(plane, urls, tokenizer)))
