@@ -16,10 +16,14 @@ ADAPTERS = ("adapter", "second adapter", "adapter unload", "bad adapter")
 
 
 async def judged(
-    engine: Any, folder: Path, *only: str, checkpoints: tuple[str, str] | None = ("a", "b")
+    engine: Any,
+    folder: Path,
+    *only: str,
+    checkpoints: tuple[str, str] | None = ("a", "b"),
+    request_s: float = 30.0,
 ) -> dict[str, Row]:
-    """The rows of a run. One with faults may wait for requests that never end."""
-    times = {"silence_s": 0.03, "call_s": 10.0, "request_s": 2.0 if only else 30.0}
+    """The rows of a run. With some faults it waits until the end of this time for requests that never end."""
+    times = {"silence_s": 0.03, "call_s": 10.0, "request_s": request_s}
     setup = Setup(root=folder / "ckpt", checkpoints=checkpoints, traces=folder / "traces", **times)
     async with opened(engine, 1), anyio.create_task_group() as tasks:
         rows = await Kit(engine, engine, setup, tasks).run(lambda row: None, only)

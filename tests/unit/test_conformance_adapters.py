@@ -140,7 +140,7 @@ async def test_adapters_of_the_kit_are_gone_afterwards_with_their_files(tmp_path
     engine.close = closing
     before = files(tmp_path)
     rows = await judged(engine, tmp_path, "generate", *ADAPTERS)
-    assert {row.verdict for row in rows.values()} == {"passed"}, rows
+    assert {row.verdict for row in rows.values()} == {"passed"}, list(rows.values())
     assert "a running request ended on the first" in rows["second adapter"].seen
     assert left == [{}] and files(tmp_path) == before
 
