@@ -106,7 +106,7 @@ class CompletionsClient:
         if not self._models:
             self._meet_all()
         completions: dict[int, Rollout] = {}
-        avoided: set[int] = set()
+        avoided, told = set[int](), set[int]()
         until = time.monotonic() + self._timeout
         while open_ := [index for index in range(len(prompts)) if index not in completions]:
             replicas, model = self._able(adapter, avoided, until)
@@ -114,8 +114,11 @@ class CompletionsClient:
             for replica, answer in self._ask(shares, prompts, {**model, **sampling}):
                 if isinstance(answer, httpx.TransportError):
                     avoided.add(replica)
-                    logger.warning("replica %d did not answer its prompts, which are asked again: %r", replica, answer)
+                    if replica not in told:  # during a pause it is asked again and again
+                        logger.warning("replica %d did not answer; its prompts are asked again: %r", replica, answer)
+                    told.add(replica)
                 else:
+                    told.discard(replica)
                     completions |= answer
                     until = time.monotonic() + self._timeout
         return [completions[index] for index in range(len(prompts))]

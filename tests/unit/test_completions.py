@@ -182,14 +182,18 @@ PAUSED = {"message": "Generation is paused", "type": "ServiceUnavailableError", 
 
 
 def test_a_server_that_refuses_requests_while_it_is_paused_is_asked_again_until_it_resumes(
-    servers: tuple[Server, Server],
+    servers: tuple[Server, Server], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A sync that pauses by `abort`: all servers refuse, and the plane has not heard of the pause yet."""
+    """A sync that pauses by `abort`: all servers refuse, and the plane has not heard of the pause yet. Said once."""
     for server in servers:
         server.replies = [(503, {"error": PAUSED})] * 3
     rollouts = client(servers).generate(PROMPTS, {"max_tokens": 3})
     assert [rollout.token_ids for rollout in rollouts] == [prompt * 3 for prompt in PROMPTS]
     assert [len(server.asked) for server in servers] == [4, 4]
+    assert sorted(message[:25] for message in caplog.messages) == [
+        "replica 0 did not answer;",
+        "replica 1 did not answer;",
+    ]
 
 
 def test_the_time_to_wait_for_a_replica_begins_anew_with_each_answer(
