@@ -78,7 +78,7 @@ class Watch:
             return "was deleted or moved"
         except OSError:  # out of reach for the moment, which writing would show
             return None
-        if not os.path.samestat(now, before):
+        if _id(now) != _id(before):
             return "was replaced by another file"
         if now.st_size < before.st_size:
             return f"was cut from {before.st_size} to {now.st_size} bytes"
@@ -86,10 +86,14 @@ class Watch:
         return None
 
 
+def _id(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
 def _is_at(path: str, lock: int) -> bool:
     """Whether this is still the file of a lock, which its last writer takes along at any moment."""
     try:
-        return os.path.samestat(os.stat(path), os.fstat(lock))
+        return _id(os.stat(path)) == _id(os.fstat(lock))
     except FileNotFoundError:
         return False
 
