@@ -128,8 +128,6 @@ def admitted(promises: Promises, peer: str) -> str:
     for other in promises.world.slots:
         if other.identity.unit == slot.identity.unit:
             other.ledger.version = 0
-            if other.engine is not None:
-                other.engine.recorded.clear()  # it takes part in the session that is open, as any new replica does
     return ""
 
 

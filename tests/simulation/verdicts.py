@@ -526,14 +526,17 @@ def closing(promises: Promises, process: Process) -> str:
 
 
 def recording(promises: Promises, process: Process, step: int) -> str:
-    """P5: an agent by itself doesn't record a step again whose window had ended, unless it was asked for again."""
+    """P5: an agent by itself doesn't record a step again whose window had ended, unless it was asked for again, or its
+    replica has begun anew since: that takes part in the session that is open, as any new one does.
+    """
     engine, trigger = process.slot.engine, process.trigger
     if engine is None:
         return ""
     seq = process.state.seq if trigger is None else trigger.seq
     starts = (at for at, found in promises.log.items() if at <= seq and _starts(found.command, step))
     engine.asked = max(starts, default=0)
-    again = trigger is None and engine.recorded.get(step) == engine.asked
+    begun_anew = promises.begun_anew.get(process.slot.identity.unit, 0) > engine.asked
+    again = trigger is None and not begun_anew and engine.recorded.get(step) == engine.asked
     return f"{process.peer} records step {step} again, whose window has ended" if again else ""
 
 
