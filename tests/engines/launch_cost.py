@@ -1,6 +1,6 @@
 """How long a real SGLang takes to get the weights of its launch: from disk, and copied from a running one, in turn.
 
-    python -m tests.engines.launch_cost     # prints one line of JSON; about 15 minutes
+    python -m tests.engines.launch_cost     # prints one line of JSON; about five minutes
 
 Both as a new replica does it: read from a checkpoint that is in the page cache, from one that is not, and copied over
 gloo on one machine. The seconds are those of SGLang's own log; their ratio is of one run. The seed is idle.
@@ -18,7 +18,7 @@ from statistics import median
 from tests.engines.models import Size, save_model
 from tests.engines.servers import EngineServer, free_port
 
-ROUNDS = 5
+ROUNDS = 3
 LARGE = Size(hidden=2048, layers=16, heads=32, kv_heads=4)
 LOADED = re.compile(r"Load weight end\. elapsed=([\d.]+) s")
 
