@@ -474,7 +474,7 @@ async def test_that_a_server_stays_down_is_logged_once(
 
 
 async def test_the_first_launch_may_differ_and_a_guard_that_is_lost_does_not_repeat_it(tmp_path: Path) -> None:
-    print_and_stay = "import time; print('{}', flush=True); time.sleep(600)"
+    print_and_stay = "import signal; print('{}', flush=True); signal.pause()"
     server = ServerProcess(
         python(print_and_stay.format("again")),
         first=python(print_and_stay.format("first")),
