@@ -7,6 +7,7 @@ not be done (no bus answered, a file can't be used); 130 interrupted. Results go
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -92,7 +93,9 @@ def run(words: Sequence[str] | None = None) -> int:
 def main() -> None:
     """Entry point of the script. Exits the process."""
     if (code := run()) == interrupt.CODE:
-        interrupt.kill_children()
+        with suppress(OSError):
+            sys.stdout.flush()
+        interrupt.end()
     sys.exit(code)
 
 

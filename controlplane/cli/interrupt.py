@@ -59,12 +59,16 @@ def run(function: Callable[..., Awaitable[T]], *arguments: object, ends: tuple[s
     return anyio.run(main, backend_options={"use_uvloop": find_spec("uvloop") is not None})
 
 
-def kill_children() -> None:
-    """Kill what this process has started and may not know of: a child that was made while the interrupt arrived."""
+def end() -> NoReturn:
+    """End the process with code 130, and all that it started. It may not know of a child that was just being made.
+
+    Not by sys.exit: after an interrupt within an exec, as that of a dataclass, CPython would end by the signal instead.
+    """
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 child.kill()
+    os._exit(CODE)
 
 
 def _alone(error: Exception) -> Exception:
@@ -76,15 +80,14 @@ def _alone(error: Exception) -> Exception:
 
 def _end_soon(again: bool) -> None:
     if again:
-        _end()
-    timer = threading.Timer(GRACE_S, _end)
+        _give_up()
+    timer = threading.Timer(GRACE_S, _give_up)
     timer.daemon = True
     timer.start()
 
 
-def _end() -> NoReturn:
+def _give_up() -> NoReturn:
     with contextlib.suppress(Exception):
         sys.stderr.write("rolloutctl: ended without waiting for what was under way\n")
         sys.stderr.flush()
-    kill_children()
-    os._exit(CODE)
+    end()

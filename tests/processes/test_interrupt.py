@@ -211,6 +211,14 @@ def test_a_command_that_is_just_starting_a_child(tmp_path: Path) -> None:
     wait_until(lambda: not runs(int(ended.stdout)))
 
 
+def test_a_command_that_is_interrupted_within_an_exec(tmp_path: Path) -> None:
+    """An import may be in one, as dataclasses are. CPython would end by the signal after it, whatever the code is."""
+    within = "signal.raise_signal(signal.SIGINT)"
+    (tmp_path / "asked.py").write_text(ASKED.format(body=f"exec({within!r})"))
+    ended = python("-m", "asked", "status", cwd=tmp_path)
+    assert ended.returncode == CODE, ended.stderr
+
+
 def runs(pid: int) -> bool:
     with suppress(psutil.NoSuchProcess):
         return lives(psutil.Process(pid))
