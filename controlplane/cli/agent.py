@@ -4,7 +4,7 @@ import os
 import signal
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlsplit
 
 import anyio
@@ -27,7 +27,7 @@ from schemas.transport.keys import KeySource
 from schemas.transport.sockets import stays_here
 from schemas.wire import PeerFound
 from workers.agent import Agent
-from workers.engine import Engine, EngineView
+from workers.engine import EngineView
 from workers.engines.factory import EngineOptions, make_engine, make_observer
 from workers.faults import FaultInjector
 from workers.stacks import StackDumps
@@ -35,7 +35,6 @@ from workers.state_folder import state_folder
 from workers.traces.node import NodeTraces
 
 if TYPE_CHECKING:
-    from workers.engines.sglang.engine import SGLangEngine
     from workers.router import RouterRegistration
     from workers.server.launch import LaunchedEngine
 
@@ -216,23 +215,23 @@ def agent(
         --engine sglang --url http://127.0.0.1:30000 \\
         --launch -- python -m sglang.launch_server --model-path /m --port 30000
     """
-    context = click.get_current_context()
     assigned = _assigned(state_dir, options, bus, keys) if options["replica"] == AUTO else None
     state_dir = assigned.parent if assigned is not None else state_dir
     identity = _identity(options, gpus_per_node, RolloutMode.OBSERVED if observe else RolloutMode(mode))
-    engine: Engine | EngineView
     traces, stacks, router, server_pid = None, None, None, None
     if observe:
-        _require_observing(context)
-        engine = make_observer(options["engine"], _engine_options(identity, options, Path()))
+        _require_observing(click.get_current_context())
+        engine: EngineView = make_observer(options["engine"], _engine_options(identity, options, Path()))
     else:
         profiler = _profiler(options)
         traces = NodeTraces(Path(profiler.save_path), identity, profiler.finish_hook_cmd)
-        engine = _engine(identity, options, Path(profiler.save_path))
+        engine_options = _engine_options(identity, options, Path(profiler.save_path))
         if options["launch"]:
             state_dir = state_dir or state_folder(bus)
-            engine = _launched(identity, state_dir, options, engine, profiler, bus, keys)
-            server_pid = engine.server_pid
+            engine = launched = _launched(engine_options, state_dir, options, profiler.plan, bus, keys)
+            server_pid = launched.server_pid
+        else:
+            engine = make_engine(options["engine"], engine_options)
         if options["dump_stacks"]:
             stacks = StackDumps(foreign_server=options["url"] is not None and not options["launch"])
         router = _router(options)
@@ -378,16 +377,11 @@ def _profiler(options: dict[str, Any]) -> ProfilerConfig:
     )
 
 
-def _engine(identity: Identity, options: dict[str, Any], traces: Path) -> Engine:
-    """The engine that the options name, without its launch."""
+def _engine_options(identity: Identity, options: dict[str, Any], traces: Path) -> EngineOptions:
     if options["launch"] and (options["engine"] not in ("sglang", "vllm") or not options["command"]):
         raise ConfigError("--launch takes a server's command after `--`, and needs --engine sglang or vllm.")
     if options["command"] and not options["launch"]:
         raise ConfigError(f"unexpected {' '.join(options['command'])!r}: a server's command follows `--launch --`.")
-    return make_engine(options["engine"], _engine_options(identity, options, traces))
-
-
-def _engine_options(identity: Identity, options: dict[str, Any], traces: Path) -> EngineOptions:
     return EngineOptions(
         identity=identity,
         checkpoints=options["checkpoints"],
@@ -413,25 +407,25 @@ def _require_observing(context: click.Context) -> None:
 
 
 def _launched(
-    identity: Identity,
+    engine_options: EngineOptions,
     state_dir: Path,
     options: dict[str, Any],
-    engine: Engine,
-    profiler: ProfilerConfig,
+    plan: ProfilePlan,
     bus: str,
     keys: Path | None,
 ) -> "LaunchedEngine":
     from workers.server.command import lacks_peer, profiled_command, server_command
     from workers.server.launch import LaunchedEngine, ServerProcess
 
-    kind, command = options["engine"], options["command"]
+    kind, command, identity = options["engine"], options["command"], engine_options.identity
     log = options["launch_log"] or state_dir / f"server-{identity.agent}.log"
     full = server_command(kind, command, identity, options["dist_init"])
-    full = profiled_command(kind, full, identity, profiler.plan, Path(profiler.save_path))
-    first = full
+    full = profiled_command(kind, full, identity, plan, engine_options.traces)
+    first, copied = full, PeerFound()
     if lacks_peer(kind, full, identity):
-        first, cast("SGLangEngine", engine).copied = interrupt.run(_with_peer, full, identity, bus, keys)
+        first, copied = interrupt.run(_with_peer, full, identity, bus, keys)
     server = ServerProcess(full, first=first, log=log, name=f"{kind} server of agent {identity.agent}")
+    engine = make_engine(kind, replace(engine_options, copied=copied))
     return LaunchedEngine(engine, server, up_within_s=milliseconds(options["up_within"]) / 1000)
 
 

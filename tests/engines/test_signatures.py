@@ -10,13 +10,15 @@ from types import SimpleNamespace
 import anyio
 import pytest
 import trio
+from msgspec.structs import replace
 
 from schemas.commands import Broadcast, Checkpoint
 from schemas.desired import ProfileSession
-from schemas.errors import EngineError, RefusedError, UnansweredError
+from schemas.errors import CheckpointError, EngineError, RefusedError, UnansweredError
 from schemas.events import Abort, CheckSource, Flush, Load, Pause, Resume, StartProfile
 from schemas.identity import Digests, Operation
 from schemas.safetensors.manifest import build_manifest
+from schemas.wire import PeerFound
 from tests.engines import surfaces
 from tests.engines.releases import LATEST, PLACE, SHORT, Transport, attached, in_process, releases, save_tensor
 from workers.engines.client import CallRefused
@@ -91,6 +93,25 @@ async def test_checksums_are_read_after_the_loads_that_are_to_be_proven_where_th
         digest = (await bench.backend.perform(Load(7, Checkpoint("step_7"), manifest), 1.0)).digest
         assert (digest is not None) == (asked and surfaces.number(version) >= since)
         assert digest is None or re.fullmatch(rf"{kind}:[0-9a-f]{{16}}:[0-9a-f]{{64}}", digest)
+
+
+async def test_what_a_launch_has_copied_is_neither_read_nor_loaded(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    async with in_process("sglang", LATEST["sglang"], tmp_path) as bench:
+        manifest = build_manifest(root / "step_7", content=True)
+        calls = CheckSource(Checkpoint("step_7"), manifest, 7), Load(7, Checkpoint("step_7"), manifest)
+        held = (await bench.backend.perform(calls[1], 1.0)).digest
+        root.rename(tmp_path / "away")
+        found = PeerFound(url="http://peer:1", content=manifest.content or "", digest=held or "")
+        copied, other = (
+            SGLangEngine(PLACE, bench.client, checkpoints=root, traces=tmp_path, copied=each)
+            for each in (found, replace(found, digest="other"))
+        )
+        assert [(await copied.perform(call, 1.0)).digest for call in calls] == [None, held]
+        assert len(bench.arguments("update_weights_from_disk")) == 1
+        for call in calls:
+            with pytest.raises(CheckpointError):
+                await other.perform(call, 1.0)
 
 
 @pytest.mark.parametrize(("kind", "version"), releases("sglang", "vllm"))

@@ -38,6 +38,7 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         checkpoints: Root of the checkpoint paths in commands.
         traces: Root of the session directories. The server must see both roots under the same absolute path.
         digests: After which loads the engine is asked for checksums.
+        copied: The engine whose weights the launch of this one has copied.
     """
 
     kind: ClassVar[EngineKind]  # type: ignore[type-arg]
@@ -53,6 +54,7 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         checkpoints: Path,
         traces: Path,
         digests: Digests = "announced",
+        copied: PeerFound | None = None,
     ) -> None:
         self._identity, self._client = identity, client
         self._observed: ObservedEngine[LaunchT] = ObservedEngine(
@@ -60,8 +62,7 @@ class AttachedEngine(ABC, Generic[LaunchT]):
         )
         self._called = False  # since the last observation
         self._traces, self._checkpoints, self._digests = traces.resolve(), checkpoints, digests
-        self._sources = SourceChecker(checkpoints)
-        self.copied = PeerFound()  # the engine whose weights the launch of this one has copied
+        self._sources, self._copied = SourceChecker(checkpoints), copied or PeerFound()
         self._joined: tuple[str | None, str] | None = None  # a launch of the engine, and the broadcast group it is in
 
     async def open(self) -> None:
@@ -114,9 +115,9 @@ class AttachedEngine(ABC, Generic[LaunchT]):
     async def _holds_copy(self, client: EngineClient, launch: LaunchT, call: CheckSource | Load) -> bool:
         """Return whether the engine holds these weights because its launch copied them. Its checksums show that."""
         content = call.manifest.content if call.manifest is not None else None
-        if content == self.copied.content and self.copied.digest:
+        if content == self._copied.content and self._copied.digest:
             with suppress(EngineError):
-                return await self._digest(client, launch) == self.copied.digest
+                return await self._digest(client, launch) == self._copied.digest
         return False
 
     async def _digest(self, client: EngineClient, launch: LaunchT) -> str | None:

@@ -11,6 +11,7 @@ from msgspec import Struct
 from schemas.errors import ConfigError
 from schemas.identity import Digests, Identity
 from schemas.profiler.conversion import did_you_mean
+from schemas.wire import PeerFound
 from workers.engine import Engine, EngineView
 from workers.engines.api_key import api_key
 
@@ -34,6 +35,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
         digests: sglang, vllm, tiny: after which loads the engine is asked for a digest of its weights.
         serve: tiny: address for its clients.
         seed: tiny: seed of its initial weights.
+        copied: sglang: the server whose weights its launch copies.
     """
 
     identity: Identity
@@ -44,6 +46,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     digests: Digests = "announced"
     serve: str | None = None
     seed: int = 0
+    copied: PeerFound = PeerFound()
 
 
 CONSTRUCTOR_PARAMETERS: Final = ("identity", "checkpoints", "traces", "url", "key")
@@ -122,10 +125,11 @@ def _served_engine(name: str, options: EngineOptions) -> Engine:
     from workers.engines.vllm.server import VLLMServer
 
     identity, url, key = options.identity, _url(name, options), api_key(options.key_file)
-    roots, digests = {"checkpoints": options.checkpoints, "traces": options.traces}, options.digests
+    roots = {"checkpoints": options.checkpoints, "traces": options.traces}
+    digests, copied = options.digests, options.copied
     if name == "vllm":
-        return VLLMEngine(identity, VLLMServer(url, key) if url else None, **roots, digests=digests)
-    return SGLangEngine(identity, SGLangServer(url, key) if url else None, **roots, digests=digests)
+        return VLLMEngine(identity, VLLMServer(url, key) if url else None, **roots, digests=digests, copied=copied)
+    return SGLangEngine(identity, SGLangServer(url, key) if url else None, **roots, digests=digests, copied=copied)
 
 
 def _factory(name: str) -> Callable[..., Any]:

@@ -128,7 +128,7 @@ class SGLangEngine(AttachedEngine[SGLangLaunch]):
         if isinstance(call, Load) and isinstance(call.source, Broadcast):
             await self._receive(client, launch, call.source, call.manifest)
         elif isinstance(call, Load) and await self._holds_copy(client, launch, call):
-            logger.info("version %d is held already: the launch copied it from %s", call.version, self.copied.url)
+            logger.info("version %d is held already: the launch copied it from %s", call.version, self._copied.url)
         else:
             taken = await to_thread.run_sync(self._directory, launch, call)
             path, took, flush = path_to_load(taken), taken.took, launch.flushes_in_load
