@@ -1,7 +1,7 @@
 """Makes the engine that a command line names: one of ours, an installed backend, or `module:Class`."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -76,13 +76,13 @@ def make_engine(name: str, options: EngineOptions) -> Engine:
         )
     if name in OURS:
         return _served_engine(name, options)
-    engine = _construct(name, _factory(name), options)
-    if faults := list(_faults(engine)):
+    engine: Engine = _construct(name, _factory(name), options)
+    lacking = (method for method in METHODS if not inspect.iscoroutinefunction(getattr(engine, method, None)))
+    if faults := [f"it has no `async def {method}`" for method in lacking]:
         raise ConfigError(
             f"--engine {name}: {type(engine).__name__} is no engine backend: {'; '.join(faults)}. See docs/backends.md."
         )
-    backend: Engine = engine
-    return backend
+    return engine
 
 
 def make_observer(name: str, options: EngineOptions) -> EngineView:
@@ -103,13 +103,6 @@ def make_observer(name: str, options: EngineOptions) -> EngineView:
     if name == "vllm":
         return ObservedEngine(VLLM, identity, VLLMReader(url, key) if url else None, checkpoints=root)
     return ObservedEngine(SGLANG, identity, SGLangReader(url, key) if url else None, checkpoints=root)
-
-
-def _faults(engine: object) -> Iterator[str]:
-    """The methods of `workers.engine.Engine` that a backend lacks."""
-    for name in METHODS:
-        if not inspect.iscoroutinefunction(getattr(engine, name, None)):
-            yield f"it has no `async def {name}`"
 
 
 def _url(name: str, options: EngineOptions) -> str | None:
