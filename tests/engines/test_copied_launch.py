@@ -4,9 +4,10 @@ On a GPU that goes over NCCL. Here the same code of SGLang uses gloo, see standi
 """
 
 import signal
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from controlplane import ControlPlane
@@ -42,8 +43,9 @@ class Copying:
     def kill_server(self) -> None:
         """The guard's child, and all that it has started."""
         for process in self.agent.family():
-            if process.cmdline()[1:3] == ["-m", "sglang.launch_server"]:
-                process.send_signal(signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):  # such as a zombie
+                if process.cmdline()[1:3] == ["-m", "sglang.launch_server"]:
+                    process.send_signal(signal.SIGKILL)
 
 
 @pytest.mark.engine_sglang
