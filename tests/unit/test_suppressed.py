@@ -7,7 +7,7 @@ from schemas import events
 from schemas.commands import Checkpoint, EngineCommand, EpochStart, ProfileCommand, ProfilePlan, Target, Window
 from schemas.desired import ALL_TAGS, Desired, ProfileSession, Syncing
 from schemas.identity import Operation
-from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
+from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped, Trace
 from tests.unit.machines import (
     PRESENT,
     START,
@@ -39,8 +39,11 @@ from workers.machine.state import AgentState, call_name
 from workers.machine.suppressed import still_desired
 
 ON_V1 = replace(PRESENT, version=1)
+TRACE = Trace("global_step_7/replica_0/t.json", 9, "aa", 0)
 OTHERS = Target(replicas=frozenset({9}))
 OPENED = replace(START, step=7)
+LEFT = Acted(calls=(), auto_stopped=True, traces=(TRACE,), ranks_without_trace=(1,))
+STOP = ProfileCommand(action="stop", step=7)
 WINDOWED = replace(OPENED, plan=ProfilePlan(window=Window(0, 3)))
 STILL_WANTED = Desired(profile=ProfileSession(7, ProfilePlan(window=Window(0, 3))))
 
@@ -58,10 +61,10 @@ def profiling(body: ProfileCommand = OPENED) -> tuple[AgentState, events.Observa
 
 def test_a_stop_of_another_step_leaves_the_session_open() -> None:
     state, _ = profiling()
-    state, effects = fold(state, command(ProfileCommand(action="stop", step=5), 2))
+    state, effects = fold(state, command(replace(STOP, step=5), 2))
     assert [answer.outcome for answer in answers(effects)] == [Skipped(Reason.NOT_PROFILING)]
     assert called(effects) == [] and state.desired.profile is not None and state.desired.profile.step == 7
-    state, effects = fold(state, command(ProfileCommand(action="stop", step=7), 3))
+    state, effects = fold(state, command(STOP, 3))
     assert called(effects) == ["stop_profile"]
 
 
@@ -69,7 +72,7 @@ def test_a_stop_of_another_step_leaves_the_session_open() -> None:
     ("late", "target"),
     [
         (replace(START, step=8), OTHERS),
-        (ProfileCommand(action="stop", step=7), OTHERS),
+        (STOP, OTHERS),
         (replace(START, step=8, plan=ProfilePlan(ranks=frozenset({99}))), Target()),
         (OPENED, Target()),
     ],
@@ -94,9 +97,7 @@ def test_an_expired_start_of_another_step_ends_the_session_and_opens_none() -> N
 def test_a_session_that_failed_to_open_is_not_opened_by_the_stop_of_another_step() -> None:
     state, effects = fold(agent(), command(OPENED, 1))
     state, effects = fault(state, "No.", PRESENT)
-    for seq, body in enumerate(
-        (ProfileCommand(action="stop", step=5), replace(START, plan=ProfilePlan(enabled=False))), 2
-    ):
+    for seq, body in enumerate((replace(STOP, step=5), replace(START, plan=ProfilePlan(enabled=False))), 2):
         state, effects = fold(state, command(body, seq))
         assert called(effects) == []
     _, effects = fold(state, command(OPENED, 4))
@@ -107,9 +108,9 @@ def test_a_session_that_ends_with_its_window_is_not_opened_again_and_is_still_st
     state, _ = profiling(WINDOWED)
     state, effects = fold(state, observed(PRESENT), events.Tick(at_ms=1))
     assert effects == [] and in_sync(state)
-    state, _ = fold(state, command(ProfileCommand(action="stop", step=7), 2))
+    state, _ = fold(state, command(STOP, 2))
     _, effects = stopped(state)
-    assert [answer.outcome for answer in answers(effects)] == [Acted(calls=("stop_profile",), auto_stopped=True)]
+    assert [answer.outcome for answer in answers(effects)] == [replace(LEFT, calls=("stop_profile",))]
 
 
 def without_bus(auto_stopped: bool = True) -> AgentState:
@@ -123,7 +124,7 @@ def without_bus(auto_stopped: bool = True) -> AgentState:
 def stopped(state: AgentState, auto_stopped: bool = True) -> tuple[AgentState, list[events.Effect]]:
     """Let the stop in flight succeed."""
     assert state.activity is not None
-    result = events.Returned(auto_stopped=auto_stopped)
+    result = events.Returned(auto_stopped=auto_stopped, traces=(TRACE,), ranks_without_trace=(1,))
     return fold(
         state, events.EngineReturned(at_ms=1, call_id=state.activity.call_id, result=result, observation=PRESENT)
     )
@@ -137,6 +138,9 @@ def test_a_step_whose_window_had_ended_when_the_bus_was_lost_is_not_recorded_aga
     assert called(effects) == ["start_profile"], "it was asked for again in between"
     _, effects = fold(state, command(WINDOWED, 2))
     assert called(effects) == ["start_profile"]
+    _, effects = fold(state, *(command(stop, seq) for seq, stop in enumerate((replace(STOP, step=5), STOP, STOP), 2)))
+    skipped = Skipped(Reason.NOT_PROFILING)
+    assert [answer.outcome for answer in answers(effects)] == [skipped, LEFT, skipped], "no other outcome names it"
 
 
 def test_a_bus_that_is_back_during_the_stop_finds_the_step_recorded() -> None:

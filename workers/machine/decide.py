@@ -63,6 +63,7 @@ from workers.machine.state import (
 )
 from workers.machine.suppressed import (
     clear_suppressed,
+    left_by_window,
     only_recorded,
     still_desired,
     suppress,
@@ -224,7 +225,7 @@ def _act(
         return _call(state, activity, effects)
     if isinstance(result, Failed):
         state = suppress(state, command, before)
-    return _answer(state, event, result, effects)
+    return _answer(state, event, left_by_window(command, earlier.suppressed) or result, effects)
 
 
 def _act_while_overdue(
@@ -405,12 +406,11 @@ def _fail(
     """End an activity whose call failed. `restarted` says that the engine was relaunched during the call."""
     call, trigger = activity.calls[0], activity.trigger
     # Reconciling does not repeat these calls, nor the commands, which are suppressed.
-    not_repeated = isinstance(call, NOT_REPEATED)
-    given_up = trigger is not None and not isinstance(trigger.command, EpochStart)
+    given_up = isinstance(call, NOT_REPEATED) or (trigger is not None and not isinstance(trigger.command, EpochStart))
     if isinstance(call, events.UnloadAdapter):
         state = replace(state, unloads=postponed(state.unloads, (call.model,), now_ms))
     state = suppress(state, trigger.command if trigger is not None else call, activity.before)
-    blocked, retry_at_ms, retries = not (restarted or not_repeated or given_up), 0, 0
+    blocked, retry_at_ms, retries = not (restarted or given_up), 0, 0
     if blocked and trigger is None and isinstance(call, HARMLESS):
         retry_at_ms = now_ms + min(RETRY_FIRST_MS << min(state.retries, 10), RETRY_LAST_MS)
         retries = state.retries + 1

@@ -142,6 +142,7 @@ class Suppressed(Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         session: The desired profiling session failed to open, or its command expired.
         recorded: A session that had ended with its window when the bus was lost: it is not opened again.
+        reported: What that session left, for the outcome of its stop.
         sync: Version of the weight sync that this replica has dropped out of; 0 if none.
         quarantined: Version that this replica could not load; 0 if none. The replica stays paused until the next
             commit, or until that sync is aborted.
@@ -153,6 +154,7 @@ class Suppressed(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     session: bool = False
     recorded: ProfileSession | None = None
+    reported: Returned = NOTHING_REPORTED
     sync: Count = 0
     quarantined: Count = 0
     generation: Literal["running", "paused"] | None = None

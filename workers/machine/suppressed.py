@@ -34,6 +34,7 @@ from schemas.events import (
     UnloadAdapter,
 )
 from schemas.identity import Identity
+from schemas.outcomes import Acted
 from workers.machine.state import NOTHING_SUPPRESSED, Activity, AgentState, EngineState, Suppressed
 from workers.machine.weights import holds_committed
 
@@ -96,13 +97,25 @@ def with_recorded(state: AgentState, activity: Activity, result: Returned | Faul
     if not isinstance(call, StopProfile) or activity.trigger is not None or state.engine.closing:
         return state
     wanted = state.bus_lost or state.desired.profile == call.session
-    ended = wanted and isinstance(result, Returned) and result.auto_stopped
-    return replace(state, suppressed=replace(state.suppressed, recorded=call.session)) if ended else state
+    if not (wanted and isinstance(result, Returned) and result.auto_stopped):
+        return state
+    return replace(state, suppressed=replace(state.suppressed, recorded=call.session, reported=result))
+
+
+def left_by_window(command: Command | UnknownCommand, suppressed: Suppressed) -> Acted | None:
+    """Return the outcome of the stop of a session that was closed so before: no other names what it left."""
+    recorded, left = suppressed.recorded, suppressed.reported
+    if recorded is None or not isinstance(command, ProfileCommand):
+        return None
+    if (command.action, command.step) != ("stop", recorded.step):
+        return None
+    return Acted(calls=(), auto_stopped=True, traces=left.traces, ranks_without_trace=left.ranks_without_trace)
 
 
 def only_recorded(suppressed: Suppressed, wanted: ProfileSession | None) -> Suppressed:
     """Return what stays suppressed when everything else gets another chance."""
-    return Suppressed(recorded=wanted) if wanted is not None and wanted == suppressed.recorded else NOTHING_SUPPRESSED
+    kept = wanted is not None and wanted == suppressed.recorded
+    return Suppressed(recorded=wanted, reported=suppressed.reported) if kept else NOTHING_SUPPRESSED
 
 
 def with_room(suppressed: Suppressed) -> Suppressed:
