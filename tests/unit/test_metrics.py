@@ -330,7 +330,7 @@ def label_names(collector: Collector) -> dict[str, tuple[str, ...]]:
 
 
 def expressions() -> dict[str, str]:
-    """Every expression of the dashboard and of the alert rules, by where it is."""
+    """Every expression of the dashboard, of the alert rules and of the example for KEDA, by where it is."""
     board = json.loads(DASHBOARD.read_text("utf-8"))
     found = {
         f"panel {panel['title']}, {target['refId']}": target["expr"]
@@ -338,6 +338,7 @@ def expressions() -> dict[str, str]:
         for target in panel.get("targets", ())
     }
     rules = yaml.safe_load(ALERTS.read_text("utf-8"))
+    (found["KEDA"],) = re.findall(r"^ +query: (.+)", (ROOT / "docs/fleet.md").read_text("utf-8"), re.MULTILINE)
     return found | {rule["alert"]: rule["expr"] for group in rules["groups"] for rule in group["rules"]}
 
 
