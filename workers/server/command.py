@@ -20,12 +20,10 @@ from schemas.selection import profile_skip_reason
 
 Kind = Literal["sglang", "vllm"]
 
-_SERVES: Final = frozenset(
-    {
-        "--headless",
-        *("--data-parallel-hybrid-lb", "-dph", "--data-parallel-external-lb", "-dpe", "--data-parallel-rank", "-dpn"),
-    }
-)
+_SERVES: Final = {
+    *("--headless", "--data-parallel-hybrid-lb", "-dph", "--data-parallel-external-lb", "-dpe"),
+    *("--data-parallel-rank", "-dpn"),
+}
 """Beside one of these `--headless` is not added: with the others vLLM has an API server on every node."""
 
 PEER_PORTS: Final = 20_000
@@ -37,7 +35,7 @@ _SIZES: Final = {
     "dp_size": ("--dp-size", "--data-parallel-size", "--dp"),
     "nnodes": (),
 }
-"""What a SGLang says of its size, and the options for it; that of nodes is the agent's."""
+"""What SGLang says of its size, and the options for it; its agent knows the number of nodes."""
 
 
 def server_command(kind: Kind, command: Sequence[str], identity: Identity, dist_init: str | None) -> tuple[str, ...]:
