@@ -310,10 +310,10 @@ class Retire(Struct, frozen=True, kw_only=True, tag="retire"):
 
 
 class PeerRequest(Struct, frozen=True, kw_only=True, tag="peer_request"):
-    """Ask which engine another one may copy its weights from while it is launched. An agent asks, before its hello.
+    """Ask for a server whose weights another engine may copy while it is launched. An agent asks, before its hello.
 
     Attributes:
-        replica: That is launched.
+        replica: Of the engine that is launched.
     """
 
     replica: ReplicaIndex
@@ -323,7 +323,7 @@ class PeerFound(Struct, frozen=True, kw_only=True, tag="peer_found"):
     """Answer to `PeerRequest`.
 
     Attributes:
-        url: Of its server; empty if there is none now.
+        url: Of the server; empty if there is none now.
         content: `Manifest.content` of the weights that it holds; empty if that is not known.
         digest: What the engine itself reports of them; empty likewise.
     """

@@ -85,7 +85,7 @@ async def assigned_replica(bus: str, keys: KeySource | None) -> int:
 
 
 async def find_peer(bus: str, replica: int, keys: KeySource | None) -> wire.PeerFound:
-    """Return the server of which the engine of a replica may copy its weights now."""
+    """Return a server whose weights the engine of a replica may copy now, or none. Raises RolloutctlError."""
     return await _ask(bus, wire.PeerRequest(replica=replica), wire.PeerFound, ANSWER_S, keys)
 
 

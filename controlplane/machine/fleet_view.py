@@ -52,7 +52,7 @@ class FleetView:
         return member.hello.endpoint.rstrip("/") if member is not None else ""
 
     def peer_of(self, replica: int) -> PeerFound:
-        """Return the server of which the engine of a replica may copy its weights now.
+        """Return a server whose weights the engine of a replica may copy now.
 
         New replicas are spread over those that serve. While a sync runs there is none: it would wait for the copies.
         """

@@ -72,7 +72,7 @@ class _Agents:
 
 
 class _Metadata(list[Any]):
-    """0.32 calls for it; 0.33 reads it."""
+    """0.32 calls `metadata()`; 0.33 reads the attribute."""
 
     def __call__(self) -> "_Metadata":
         return self

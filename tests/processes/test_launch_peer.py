@@ -40,7 +40,7 @@ def test_a_launch_has_the_address_of_a_server_that_serves_and_is_alike_and_none_
             assert server.url.rpartition(":")[2] in added() and not caplog.text
             assert server.requests[-1].path == "/server_info" and server.requests[-1].token is None
             info["tp_size"] = 2
-            assert added() == () and "reads a checkpoint: a server with --tp 1 copies weights" in caplog.text
+            assert added() == () and "reads a checkpoint: weights are copied over http" in caplog.text
             status = 401
             assert added() == () and "reads a checkpoint: " in caplog.text and "401" in caplog.text
     bus = "tcp://127.0.0.1:1"

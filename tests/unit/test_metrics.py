@@ -155,6 +155,24 @@ def test_requests_that_run_and_wait_are_those_that_the_engine_last_counted(plane
     assert plane.status().agents[0].requests is None
 
 
+def test_a_replica_that_leaves_counts_as_draining_until_it_has_left(plane: ControlPlane, tmp_path: Path) -> None:
+    leaving, bus = Engine(), BusCollector(plane)
+    leaving.running = 1  # so it stays for as long as its grace
+
+    def counts() -> list[float]:
+        seen = Scrape(bus)
+        return [seen(f"rolloutctl_replicas_{kind}") for kind in ("known", "serving", "draining")]
+
+    with agents(plane.address, tmp_path, {PRIMARY: Engine(), Identity(replica=1, node_rank=0): leaving}):
+        plane.wait_for_agents(2, timeout=20).wait()
+        assert counts() == [2, 2, 0]
+        drain = plane.drain(1, grace=600)
+        wait_until(lambda: counts() == [1, 1, 1] and plane.status().draining == (1,))
+        leaving.running = 0
+        drain.wait(60)
+        wait_until(lambda: counts() == [1, 1, 0])
+
+
 def test_what_no_bus_could_read_is_counted(plane: ControlPlane, context: Context) -> None:
     with context.socket(zmq.DEALER) as stranger:
         stranger.connect(plane.address)
@@ -330,7 +348,7 @@ def label_names(collector: Collector) -> dict[str, tuple[str, ...]]:
 
 
 def expressions() -> dict[str, str]:
-    """Every expression of the dashboard and of the alert rules, by where it is."""
+    """Every expression of the dashboard, of the alert rules and of the example for KEDA, by where it is."""
     board = json.loads(DASHBOARD.read_text("utf-8"))
     found = {
         f"panel {panel['title']}, {target['refId']}": target["expr"]
@@ -338,6 +356,7 @@ def expressions() -> dict[str, str]:
         for target in panel.get("targets", ())
     }
     rules = yaml.safe_load(ALERTS.read_text("utf-8"))
+    (found["KEDA"],) = re.findall(r"^ +query: (.+)", (ROOT / "docs/fleet.md").read_text("utf-8"), re.MULTILINE)
     return found | {rule["alert"]: rule["expr"] for group in rules["groups"] for rule in group["rules"]}
 
 

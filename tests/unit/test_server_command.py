@@ -140,6 +140,9 @@ def test_a_command_gets_the_peer_and_ports_of_its_own_replica(
     [
         (COPIES, "http://h:1", {**ONE, "tp_size": 2}),
         (f"{COPIES} --tp-size 2", "http://h:1", ONE),
+        (f"{COPIES} --tp $TP", "http://h:1", ONE),
+        (f"{COPIES} --pp-size=2", "http://h:1", ONE),
+        (f"{COPIES} --dp 2", "http://h:1", ONE),
         (COPIES, "http://h:1", {**ONE, "pp_size": 2}),
         (COPIES, "http://h:1", {**ONE, "dp_size": 2}),
         (COPIES, "http://h:1", {**ONE, "nnodes": 2}),
@@ -149,6 +152,7 @@ def test_a_command_gets_the_peer_and_ports_of_its_own_replica(
 )
 def test_nothing_is_copied_from_a_server_of_another_shape(words: str, url: str, info: dict[str, object]) -> None:
     with pytest.raises(
-        ConfigError, match=rf"over http, .* the same --tp and no --pp, --dp or --nnodes. {url} has tp_size"
+        ConfigError,
+        match=rf"over http, .* the same --tp and no --pp, --dp or --nnodes. {url} has tp_size .*, this one ",
     ):
         with_peer(("serve", *words.split()), Identity(replica=3, node_rank=0), url, info)

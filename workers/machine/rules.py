@@ -83,7 +83,7 @@ def leaves_a_hole(state: AgentState, event: CommandReceived, effects: list[Effec
 
 
 def enter_epoch(state: AgentState, epoch: int) -> AgentState:
-    """Follow a newer epoch. What is missing must be requested again, from the new bus, and a step may be again."""
+    """Follow a newer epoch. The new bus is asked for what is missing, and may have a step recorded again."""
     if epoch <= state.epoch:
         return state
     known = state.suppressed if state.suppressed.recorded is None else replace(state.suppressed, recorded=None)

@@ -89,9 +89,9 @@ def without_trainer(suppressed: Suppressed, desired: Desired) -> Suppressed:
 
 
 def with_recorded(state: AgentState, activity: Activity, result: Returned | Fault) -> AgentState:
-    """Return the state after a call: a session that the machine closes by itself may be wanted when its bus is back.
+    """Return the state after a call that no command asked for: a session that had ended with its window is recorded.
 
-    One that was closed before, without an answer, may have been cut short.
+    Its bus may still want it when it is back. If an earlier stop was not answered, it may have cut the recording short.
     """
     call = activity.calls[0]
     if not isinstance(call, StopProfile) or activity.trigger is not None or state.engine.closing:

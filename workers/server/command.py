@@ -20,18 +20,22 @@ from schemas.selection import profile_skip_reason
 
 Kind = Literal["sglang", "vllm"]
 
-_SERVES: Final = frozenset(
-    {
-        "--headless",
-        *("--data-parallel-hybrid-lb", "-dph", "--data-parallel-external-lb", "-dpe", "--data-parallel-rank", "-dpn"),
-    }
-)
+_SERVES: Final = {
+    *("--headless", "--data-parallel-hybrid-lb", "-dph", "--data-parallel-external-lb", "-dpe"),
+    *("--data-parallel-rank", "-dpn"),
+}
 """Beside one of these `--headless` is not added: with the others vLLM has an API server on every node."""
 
 PEER_PORTS: Final = 20_000
 """At a server whose weights are copied: the first for the ranks of replica 0. Each replica has eight."""
 _PEER: Final = "--remote-instance-weight-loader-"
-_SIZES: Final = ("tp_size", "pp_size", "dp_size", "nnodes")
+_SIZES: Final = {
+    "tp_size": ("--tp-size", "--tensor-parallel-size", "--tp"),
+    "pp_size": ("--pp-size", "--pipeline-parallel-size"),
+    "dp_size": ("--dp-size", "--data-parallel-size", "--dp"),
+    "nnodes": (),
+}
+"""What SGLang says of its size, and the options for it; its agent knows the number of nodes."""
 
 
 def server_command(kind: Kind, command: Sequence[str], identity: Identity, dist_init: str | None) -> tuple[str, ...]:
@@ -99,21 +103,23 @@ def lacks_peer(kind: Kind, command: Sequence[str], identity: Identity) -> bool:
 
 
 def with_peer(command: Sequence[str], identity: Identity, url: str, info: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the command with the running server of which this one is to copy its weights, rank by rank.
+    """Return the command with the running server whose weights this one is to copy, rank by rank.
 
     `info` is what the server at `url` says of itself. Raises ConfigError if nothing can be copied from it: to try would
     end its scheduler, or have both wait.
     """
-    ranks, place = int(_value(command, "--tp-size", "--tensor-parallel-size", "--tp") or 1), urlsplit(url)
-    if place.scheme != "http" or [info.get(name) for name in _SIZES] != [ranks, 1, 1, 1]:
+    place, own = urlsplit(url), {name: _value(command, *options) or "1" for name, options in _SIZES.items()}
+    theirs = {name: str(info.get(name)) for name in _SIZES}
+    if place.scheme != "http" or not own == theirs == {**dict.fromkeys(_SIZES, "1"), "tp_size": own["tp_size"]}:
+        has, would = (", ".join(f"{name} {size}" for name, size in sizes.items()) for sizes in (theirs, own))
         raise ConfigError(
-            f"a server with --tp {ranks} copies weights over http, from one with the same --tp and no --pp, --dp or "
-            f"--nnodes. {url} has {', '.join(f'{name} {info.get(name)}' for name in _SIZES)}"
+            "weights are copied over http, between servers with the same --tp and no --pp, --dp or --nnodes. "
+            f"{url} has {has}, this one {would}"
         )
     options = {"seed-instance-ip": place.hostname or "", "seed-instance-service-port": str(place.port or 80)}
     if f"{_PEER}send-weights-group-ports" not in _flags(command):
         first = PEER_PORTS + 8 * (identity.replica % 1000)
-        options["send-weights-group-ports"] = json.dumps([*range(first, first + ranks)])
+        options["send-weights-group-ports"] = json.dumps([*range(first, first + int(own["tp_size"]))])
     return (*command, *(word for name, value in options.items() for word in (f"{_PEER}{name}", value)))
 
 
