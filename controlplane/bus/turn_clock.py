@@ -59,7 +59,7 @@ class TurnClock:
         took_us = self._took_us
         if took_us < HELD_UP_US:
             return ""
-        why = self._copy_behind() or "its disk hangs, or another program keeps the file locked"
+        why = self._copy_behind() or "its disk hangs, another program keeps the file locked, or this process starves"
         return f"the log {self._log} has taken no record for {took_us // 1_000_000} s: {why}"
 
     def explain(self, fault: BusFaulted | None) -> str:

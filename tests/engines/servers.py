@@ -73,7 +73,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 env=os.environ | self.environment,
                 cwd=self.cwd,
-                start_new_session=True,
+                process_group=0,  # no session: Linux gives each its own share of the processors, whatever `nice` says
             )
 
     @property

@@ -108,7 +108,7 @@ def train(plane: ControlPlane, urls: dict[int, str], tokenizer: Any) -> dict[str
         "adapters": [sorted(card["id"] for card in models_of(url) if card["parent"]) for url in urls.values()],
         "base": base_of(trainer.model) if LORA else None,
         **compare(plane, urls, trained_of(plane, trainer.model), tokenizer),
-        "samples": str(plane.status()).splitlines()[1].strip(),
+        "samples": next(line.strip() for line in str(plane.status()).splitlines() if "samples:" in line),
     }
 
 

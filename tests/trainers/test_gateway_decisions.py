@@ -378,12 +378,13 @@ async def test_files_that_change_before_the_sync_begins_are_those_that_it_loads(
         assert len(await one.post(0, A)) == 1 == len(one.plane.asked)
 
 
-async def test_a_pause_is_acknowledged_and_its_mode_is_that_of_the_sync(tmp_path: Path) -> None:
+async def test_a_pause_is_acknowledged_and_its_mode_is_that_of_all_syncs_until_one_commits(tmp_path: Path) -> None:
     async with trainer(tmp_path, 1) as one:
         assert await one.post(0, PausePost("keep")) and await one.post(0, Plain.FLUSH)
-        await one.post(0, A)
-        assert one.plane.asked == [("a", "keep")]
-        await one.end()
+        for status in ("aborted", "committed"):  # prime-rl asks again within its pause
+            await one.post(0, A)
+            await one.end(status)
+        assert one.plane.asked == [("a", "keep")] * 2
         assert await one.post(0, Plain.RESUME) and await one.post(0, Plain.RESUME)
         assert one.plane.commands == []
 

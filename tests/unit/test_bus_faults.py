@@ -180,7 +180,7 @@ def test_tickets_end_by_their_deadlines_while_the_log_is_locked_and_the_bus_goes
         with locked(log):
             taken = held_up(plane, timeout=1)
             queued = plane.abort_requests(timeout=1)
-            with pytest.raises(BusFaulted, match=r"another program keeps the file locked\. Agents may have it"):
+            with pytest.raises(BusFaulted, match=r"the file locked, or this process starves\. Agents may have it"):
                 taken.wait(20)
             with pytest.raises(BusFaulted, match=r"has taken no record for \d+ s: .*Nothing was sent"):
                 queued.wait(20)
@@ -279,7 +279,7 @@ def test_nothing_waits_for_a_disk_that_hangs(tmp_path: Path, disk: Disk, monkeyp
         plane.serving()
     with pytest.raises(BusFaulted):
         plane.wait_for_agents(1, timeout=1).wait(20)
-    assert "its disk hangs, or another program keeps the file locked, and the bus has stopped" in plane.status().hold_up
+    assert "keeps the file locked, or this process starves, and the bus has stopped" in plane.status().hold_up
     with pytest.raises(BusFaulted, match=r"has not closed within 0\.1 s\. the log .*: its disk hangs"):
         plane.close()
     disk.set()

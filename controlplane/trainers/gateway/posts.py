@@ -11,8 +11,9 @@ Rule 3  Posts for other weights meanwhile are refused. If the sync has not begun
 Rule 4  A post that repeats one whose answer never arrived (its sender had gone) gets the answer of that sync. One whose
         answer did arrive is a new request.
 Rule 5  A pause is acknowledged and not performed: the sync pauses by itself, for as long as it takes. So a trainer
-        that ends after its pause leaves no engine paused. Its mode becomes the `in_flight` of the sync; of several
-        pauses, that of the strongest (AReaL aborts what runs, and then has SGLang's scheduler stop in place).
+        that ends after its pause leaves no engine paused. Its mode is the `in_flight` of all syncs until one commits
+        or the trainer resumes: an update that fails is asked again without another pause. Of several pauses, that of
+        the strongest (AReaL aborts what runs, and then has SGLang's scheduler stop in place).
 Rule 6  A resume or a flush that belongs to an update is acknowledged, too. Alone, each is a command to that replica.
 Rule 7  Posts about an adapter are a set of their own, beside those of other adapters and of the weights. Rules 1 to 4
         hold for each. A version is synced from a copy, in a directory that no other version ever has.
@@ -119,7 +120,7 @@ class Posts:
         self._current: dict[str, UpdateSet] = {}  # by adapter
         self._ended: dict[str, UpdateSet] = {}  # the newest that has its report, likewise
         self._taken = set[str]()  # copies of adapters whose syncs have not ended
-        self._paused: dict[int, InFlight] = {}  # replicas that the trainer paused since the last sync, and how
+        self._paused: dict[int, InFlight] = {}  # replicas that the trainer paused since the last commit, and how
         self._synced = set[int]()  # replicas that were in a sync since the trainer last paused them
         self.local = ""
         self._label, self._labelled = "", -1  # of the weights named last, and their version
@@ -173,8 +174,7 @@ class Posts:
     async def sync(self, post: routes.SyncPost, is_disconnected: IsDisconnected) -> tuple[Answer, SyncReport | None]:
         """Sync as if all replicas had been asked. Returns the report too, if it came to one."""
         asked = await self._asked(post.update.path, post.update.label)
-        self._paused = dict.fromkeys(self._replicas, post.mode)
-        answer = await self._update({*self._replicas}, asked, is_disconnected, post.limits)
+        answer = await self._update({*self._replicas}, asked, is_disconnected, {"in_flight": post.mode, **post.limits})
         ended = self._ended.get("")
         return answer, ended.report if ended is not None and ended.answer is answer else None
 
@@ -296,14 +296,14 @@ class Posts:
         self._ended[adapter], self._synced = current, set(self._replicas)
         if len(self._ended) > NAMES_MAX:
             del self._ended[next(iter(self._ended))]
-        if not adapter:
+        if not adapter and answer[0] == 200:
             self._paused.clear()
         current.end(answer)
 
     async def _sync_weights(self, current: UpdateSet) -> SyncReport:
-        asked, limits = current.asked, {**self._limits, **current.limits}
-        mode: InFlight = max(self._paused.values(), key=STRENGTH.index, default="abort")
-        sync = partial(self._plane.sync_weights, None, Checkpoint(asked.path), in_flight=mode, **limits)
+        asked, mode = current.asked, max(self._paused.values(), key=STRENGTH.index, default="abort")
+        limits: dict[str, Any] = {"in_flight": mode, **self._limits, **current.limits}
+        sync = partial(self._plane.sync_weights, None, Checkpoint(asked.path), **limits)
         report = await self._after_others(sync, asked)
         if report.status == "committed":
             self._labelled, self._label = report.version, asked.label

@@ -164,6 +164,8 @@ class VllmRolloutWorker:
 
     def stop(self) -> None:
         self._ending.set()
+        if self._thread.is_alive():
+            self._thread.join(15.0)  # as TRL's own does: what is in flight is judged, and counted
 
     def update_model_version(self, model_version: int) -> None:
         self._version = model_version
