@@ -214,7 +214,7 @@ def gateway_fleet(
             open_.callback(made[n].may_load.set)
         plane.wait_for_agents(joined, timeout=30).wait()
         fleet.gateway = Gateway(
-            plane, replicas=replicas, checkpoints=folder / "run", engines=engines, timeout_s=20, **options
+            plane, replicas=replicas, checkpoints=folder / "run", engines=engines, timeout_s=60, **options
         )
         open_.enter_context(on_a_thread(fleet.gateway.serve))
         yield fleet
