@@ -132,7 +132,8 @@ def _reason(output: str) -> str:
     """Return why py-spy failed, in a clause."""
     if "permission denied" in output.lower():
         return "py-spy is not permitted to read the process (it needs root or CAP_SYS_PTRACE here)"
-    return (output.strip().partition("\n")[0] or "py-spy printed nothing").rstrip(".")[:_REASON_MAX]
+    said = output[max(0, output.find("Error: ")) :].strip()  # which process it is comes first, if that is found
+    return (said.partition("\n")[0] or "py-spy printed nothing").rstrip(".")[:_REASON_MAX]
 
 
 def _text(agent: str, call: str, reads: list[tuple[int, str, str]]) -> str:

@@ -56,7 +56,7 @@ def test_an_interrupted_close_ends_the_trainer(tmp_path: Path, rounds: int) -> N
                     trainer.wait(rng.random() * 0.4)
                 for _ in range(rng.choice((1, 1, 2))):
                     trainer.send_signal(signal.SIGINT)
-                assert trainer.wait(15) == -signal.SIGINT
+                assert trainer.wait(60) == -signal.SIGINT
         with ControlPlane("tcp://127.0.0.1:0", log=folder / "run.db"):
             pass  # the log was left whole, and unlocked
 
@@ -83,7 +83,7 @@ def test_a_bus_ends_with_the_main_thread_though_another_thread_lives_on(tmp_path
                 assert trainer.poll() is None
         assert trainer.poll() is None
         trainer.stdin.close()
-        assert trainer.wait(15) == 1
+        assert trainer.wait(60) == 1
 
 
 def rank(bus: str, folder: Path) -> TrainingRank:

@@ -12,9 +12,10 @@ from typing import NamedTuple
 from urllib.error import HTTPError
 
 import pytest
+from msgspec.structs import replace
 
 from controlplane import ControlPlane
-from schemas.commands import Checkpoint, ProfileCommand
+from schemas.commands import Checkpoint
 from schemas.config import BusConfig
 from schemas.errors import EngineError
 from schemas.formatting import kind_and_reason
@@ -24,7 +25,8 @@ from tests.waiting import wait_until
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weights
 from workers.engines.tiny.server import Completion, TinyClient
 
-QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=100, agent_timeout_ms=500, retransmit_ms=200)
+CALM = BusConfig(head_interval_ms=50, heartbeat_ms=100, agent_timeout_ms=20_000, retransmit_ms=200)
+"""A busy machine holds an agent up for seconds, and it is not missed. One that is killed would be missed for long."""
 
 
 class Node(AgentProcess):
@@ -42,7 +44,7 @@ class Node(AgentProcess):
 @pytest.fixture
 def plane(tmp_path: Path) -> Iterator[ControlPlane]:
     log = tmp_path / "run.db"
-    with ControlPlane("tcp://127.0.0.1:0", log=log, config=QUICK, checkpoints=tmp_path) as opened:
+    with ControlPlane("tcp://127.0.0.1:0", log=log, config=CALM, checkpoints=tmp_path) as opened:
         yield opened
 
 
@@ -61,7 +63,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     front = f"ipc://{folder}/engine"
     with (
-        ControlPlane("tcp://127.0.0.1:0", log=folder / "run.db", config=QUICK, checkpoints=folder) as plane,
+        ControlPlane("tcp://127.0.0.1:0", log=folder / "run.db", config=CALM, checkpoints=folder) as plane,
         Node(plane.address, folder, 0, 0, "--serve", front, "--metrics-port", "0") as node,
     ):
         plane.wait_for_agents(1, timeout=60).wait()
@@ -94,14 +96,14 @@ def test_it_says_when_it_joins_and_when_it_loses_and_finds_its_bus(tmp_path: Pat
         return any(text in line["message"] for line in lines())
 
     with ExitStack() as stack:
-        with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK) as first:
+        with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=CALM) as first:
             address = first.address
             node = stack.enter_context(Node(address, tmp_path, 0, 1, "--log-format", "json"))
             first.wait_for_agents(1, timeout=60).wait()
             run = first.status().run
             wait_until(lambda: said(f"agent 0.1 joined run {run} at {address}: epoch 1, seq 1, committed weights v0"))
         wait_until(lambda: said(f"lost its bus: no answer from {address}"))
-        with ControlPlane(address, log=tmp_path / "run.db", run="resume", config=QUICK):
+        with ControlPlane(address, log=tmp_path / "run.db", run="resume", config=CALM):
             wait_until(lambda: said("found its bus again after") and said(f"joined run {run} at {address}: epoch 2"))
     assert {line["logger"] for line in lines()} == {"rolloutctl.agent"}
     assert all(datetime.fromisoformat(line["time"]).tzinfo is not None for line in lines())
@@ -134,11 +136,13 @@ def test_a_probe_finds_it_ready_while_requests_may_come(served: Served, tmp_path
         assert ready(alone) == 503
 
 
-def test_killed_and_started_again_it_serves_nothing_but_the_newest_weights(plane: ControlPlane, tmp_path: Path) -> None:
+def test_killed_and_started_again_it_serves_nothing_but_the_newest_weights(tmp_path: Path) -> None:
     model = TinyModel(TinyConfig(), seed=1)
     save(model, tmp_path / "v1")
-    front = f"ipc://{tmp_path}/engine"
+    front, log = f"ipc://{tmp_path}/engine", tmp_path / "run.db"
+    config = replace(CALM, agent_timeout_ms=4_000)  # it is missed before its place is free again
     with ExitStack() as stack:
+        plane = stack.enter_context(ControlPlane("tcp://127.0.0.1:0", log=log, config=config, checkpoints=tmp_path))
         node = stack.enter_context(Node(plane.address, tmp_path, 0, 0, "--serve", front, "--seed", "99"))
         client = TinyClient(front)
         plane.wait_for_agents(1, timeout=60).wait()
@@ -178,8 +182,6 @@ def test_an_engine_is_driven_by_hand(served: Served) -> None:
     assert by_hand("sleep", "--tag", "kv_cache") == {"0.0": "pause,sleep"}
     assert by_hand("sleep") == {"0.0": "sleep"}
     assert by_hand("wake") == {"0.0": "wake,resume"}
-    check = ProfileCommand(action="check", step=2)  # it may hold the agent up for longer than this bus waits
-    wait_until(lambda: plane.publish(check).wait().acted == ("0.0",))
     assert by_hand("profile", "start", "--step", "2", "--window", "0", "3") == {"0.0": "start_profile"}
     assert client.generate([[3]], 8, temperature=0)[0].tokens == tokens
     assert by_hand("profile", "stop", "--step", "2") == {"0.0": "stop_profile"}
@@ -203,7 +205,7 @@ def test_a_place_that_is_taken_ends_the_second_one(plane: ControlPlane, tmp_path
 def test_two_jobs_of_one_user_on_one_machine_do_not_meet(plane: ControlPlane, tmp_path: Path) -> None:
     home = tmp_path / "home"
     place = ["--replica", "0", "--nnodes", "2", "--node-rank", "1", "--engine", "tiny"]
-    with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "other.db", config=QUICK) as other, ExitStack() as stack:
+    with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "other.db", config=CALM) as other, ExitStack() as stack:
         for job in (plane, other):
             words = ["-m", "controlplane.cli", "agent", "--bus", job.address, *place]
             stack.enter_context(started(*words, env={"XDG_STATE_HOME": str(home)}))

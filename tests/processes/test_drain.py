@@ -11,16 +11,13 @@ import pytest
 
 from controlplane import ControlPlane
 from schemas.commands import Checkpoint
-from schemas.config import BusConfig
 from schemas.errors import CommandError, EngineError
-from tests.processes.test_agent_process import Node, lives
+from tests.processes.test_agent_process import CALM, Node, lives
 from tests.running import typed
 from tests.waiting import wait_until
 from workers.engines.tiny.model import TinyConfig, TinyModel, save
 from workers.engines.tiny.server import TinyClient
 
-CALM = BusConfig(head_interval_ms=50, heartbeat_ms=100, agent_timeout_ms=20_000, retransmit_ms=200)
-"""An agent that is killed would be missed for long: what ends here ends in good order."""
 TOKENS = 32
 """Of each request."""
 

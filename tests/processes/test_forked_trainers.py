@@ -97,7 +97,7 @@ def killed(serve: str, log: Path) -> Iterator[list[str]]:
         child, *places = trainer.stdout.readline().split()
         try:
             trainer.send_signal(signal.SIGKILL)
-            trainer.wait(15)
+            trainer.wait(60)
             yield places
             os.kill(int(child), 0)
         finally:
@@ -129,14 +129,14 @@ def test_the_ports_of_its_gateway_are_free_again_too(tmp_path: Path) -> None:
 def test_a_bus_is_opened_again_beside_children_that_live_on(tmp_path: Path) -> None:
     with started("-c", REOPENS, tmp_path / "run.db") as trainer:
         assert trainer.stdout is not None and trainer.stdout.readline() == "open again\n"
-        assert trainer.wait(15) == 0
+        assert trainer.wait(60) == 0
 
 
 def test_a_child_that_asks_the_bus_of_its_parent_gets_an_error_at_once(tmp_path: Path) -> None:
     with started("-c", CHILD_ASKS, tmp_path / "run.db") as trainer:
         assert trainer.stdout is not None
         assert [trainer.stdout.readline() for _ in range(9)] == ["BusError True\n"] * 7 + ["closed ()\n", "True\n"]
-        assert trainer.wait(15) == 0
+        assert trainer.wait(60) == 0
 
 
 def test_an_address_in_use_names_the_process_that_listens_there(tmp_path: Path) -> None:

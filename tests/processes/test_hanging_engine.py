@@ -73,7 +73,7 @@ def test_the_report_and_stall_name_the_file_that_says_where_the_engine_hangs(
     plane: ControlPlane, tmp_path: Path
 ) -> None:
     with agent(plane, tmp_path, "--dump-stacks") as log:
-        report = plane.pause(timeout=6).wait()
+        report = plane.pause(timeout=12).wait()  # a quarter of it is left to the dump
         (outcome,) = (outcome.conclusion for outcome in report.outcomes)
         assert isinstance(outcome, Failed) and outcome.error is ErrorKind.ENGINE_TIMEOUT, outcome
         named = re.search(r"The stacks of .* are in (/\S+/state/stacks-0\.0-\S+\.txt)\.", outcome.message)

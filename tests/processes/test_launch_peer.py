@@ -9,8 +9,7 @@ from controlplane import ControlPlane
 from controlplane.cli.agent import _with_peer
 from schemas.identity import Identity
 from tests.engines.http_servers import HttpServer
-from tests.processes.test_agent_process import Node
-from tests.processes.test_drain import CALM
+from tests.processes.test_agent_process import CALM, Node
 
 COMMAND = ("serve", "--load-format", "remote_instance")
 

@@ -1,7 +1,6 @@
 """The trainers of docs/embedding.md, run as they stand with real agents; and the traps that the page names."""
 
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,10 +42,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def written(name: str, folder: Path) -> tuple[Path, str]:
-    """The trainer of the page, at an address that is free. Returns its file and the address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        bus = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    """The trainer of the page, at an address that nothing else takes meanwhile. Returns its file and the address."""
+    bus = f"ipc://{folder}/bus"
     file = module_of(PAGE, name, folder)
     file.write_text(file.read_text().replace(BUS, bus))
     return file, bus
@@ -128,7 +125,7 @@ def test_sigterm_closes_the_bus_of_the_page(folder: Path) -> None:
     with agent(bus, folder), started(file, cwd=folder, env=paths(folder)) as trainer:
         assert trainer.stdout is not None and trainer.stdout.readline() == "learning\n"
         trainer.send_signal(signal.SIGTERM)
-        assert trainer.wait(30) == 143
+        assert trainer.wait(60) == 143
         with ControlPlane("tcp://127.0.0.1:0", log=folder / "run.db"):
             pass  # it was closed in order, and has let go of its log
 

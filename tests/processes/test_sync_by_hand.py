@@ -17,7 +17,7 @@ from controlplane.record.log import RunLog
 from schemas.errors import CommandError
 from schemas.transport.keys import KeySource
 from tests.engines.tiny_lora import lora
-from tests.processes.test_agent_process import QUICK, Node
+from tests.processes.test_agent_process import CALM, Node
 from tests.running import typed
 from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, save_adapter, weights
 from workers.engines.tiny.server import TinyClient
@@ -31,7 +31,7 @@ def test_the_fleet_is_brought_to_a_checkpoint_by_hand(tmp_path: Path) -> None:
     folder, log = KeyFolder(tmp_path / "keys"), tmp_path / "run.db"
     folder.make_server()
     node, ops, eye = (folder.add(role, role, ()) for role in ("agent", "operator", "observer"))
-    plane = ControlPlane("tcp://127.0.0.1:0", log=log, config=QUICK, checkpoints=tmp_path, keys=folder.path)
+    plane = ControlPlane("tcp://127.0.0.1:0", log=log, config=CALM, checkpoints=tmp_path, keys=folder.path)
     engine = f"ipc://{tmp_path}/e"
 
     def sync(*words: str) -> CompletedProcess[str]:
@@ -90,7 +90,7 @@ def test_an_adapter_is_synced_shown_and_dropped_by_hand(tmp_path: Path) -> None:
     for number in (1, 2):
         save_adapter(lora(number), 1.0, tmp_path / f"adapters/step_{number}")
     with (
-        ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=QUICK, checkpoints=tmp_path) as plane,
+        ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=CALM, checkpoints=tmp_path) as plane,
         Node(plane.address, tmp_path, 0, 0),
     ):
 

@@ -114,7 +114,7 @@ class Bus:
 
     async def next(self, kind: type[M]) -> M:
         """Return the next message of a kind; others are kept in `ignored`."""
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             while True:
                 peer, *frames = await self.router.recv()
                 if frames == [b""]:  # the probe of a new connection
@@ -221,7 +221,7 @@ async def running(
 
 async def reaches(agent: Agent, holds: Callable[[AgentState], bool]) -> AgentState:
     """Wait until the state of the agent's machine is one that `holds`."""
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         return await agent.wait_until(holds)
 
 

@@ -39,9 +39,6 @@ from workers.machine.state import Activity, AgentState
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
-TTL_MS = 10_000
-"""Of a command that would be late, had it waited for an observation that hangs (`driver.OBSERVE_S`)."""
-
 
 class Unkind(Engine):
     """Its reads go wrong while `reads` says how. `hanging` is set when one hangs."""
@@ -87,12 +84,13 @@ def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
 async def test_a_command_does_not_wait_for_an_observation_that_hangs(
     bus: Bus, engine: Engine, joined: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "OBSERVE_SHARE", 0.02)  # of the time that is left after its call
+    monkeypatch.setattr(driver, "OBSERVE_S", 3600.0)  # a command that waits for it is late
+    monkeypatch.setattr(driver, "OBSERVE_SHARE", 0.002)  # of the time that is left after its call
     async with joined():
         unkind(engine).reads = "hang"
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             await unkind(engine).hanging.wait()
-        bus.publish(PAUSE, ttl_ms=TTL_MS)
+        bus.publish(PAUSE)
         assert (await bus.outcome(1)).outcome == Acted(calls=("pause",))
         assert engine.calls == [Pause("abort")]
 
@@ -103,7 +101,7 @@ async def test_an_observation_that_ends_late_with_a_cancellation_of_its_own_ends
     """It gave way to a command, and its backend could not be cancelled at once."""
     async with joined() as agent:
         unkind(engine).reads = "end late"
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             await unkind(engine).hanging.wait()
         bus.publish(PAUSE)
         await reaches(agent, lambda state: state.activity is not None)
@@ -202,7 +200,7 @@ async def test_a_call_whose_deadline_has_passed_is_not_begun() -> None:
 
     made = EngineDriver(engine, engine, None, 1000, lambda: state, handle, lambda: 10, lambda at_ms: None)
     made.request(Perform(call_id=1, call=Pause("abort")))
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         await made.run()
     late, returned = events
     assert late == Tick(at_ms=10)  # so that the command is answered first
@@ -229,7 +227,7 @@ async def test_an_engine_is_not_observed_after_a_call_that_no_observation_shows(
 
     made = EngineDriver(engine, engine, None, 1000, lambda: state, handle, lambda: 10, lambda at_ms: None)
     made.request(Perform(call_id=1, call=call))
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         await made.run()
     assert seen == [observations]
 
@@ -256,14 +254,15 @@ async def test_only_the_call_of_a_command_has_time_for_retries(bus: Bus, engine:
 async def test_a_command_does_not_wait_for_the_observation_after_a_call_of_the_machine(
     bus: Bus, engine: Engine, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "OBSERVE_SHARE", 0.02)  # of the time that is left after its call
+    monkeypatch.setattr(driver, "OBSERVE_S", 3600.0)  # a command that waits for it is late
+    monkeypatch.setattr(driver, "OBSERVE_SHARE", 0.002)  # of the time that is left after its call
     engine.generating = False  # so the agent resumes it by itself
     engine.begun = lambda: setattr(unkind(engine), "reads", "hang")
     async with run():
         await bus.admit()
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             await unkind(engine).hanging.wait()
-        bus.publish(PAUSE, ttl_ms=TTL_MS)
+        bus.publish(PAUSE)
         assert isinstance((await bus.outcome(1)).outcome, Acted)
     assert engine.calls == [Resume(), Pause("abort")]
 

@@ -155,8 +155,9 @@ async def test_what_py_spy_can_not_do_is_said(tmp_path: Path, monkeypatch: pytes
     spy.write_text("#!/bin/sh\necho 'Error: Permission Denied: try sudo'\nexit 1\n")
     spy.chmod(0o755)
     assert "not permitted to read the process" in await dumps.dump(tmp_path, "0.0", "load")
-    spy.write_text("#!/bin/sh\necho 'Error: Failed to find python version from target process'\nexit 1\n")
-    assert (await dumps.dump(tmp_path, "0.0", "load")).endswith("find python version from target process.")
+    stopped = "Process 7: python\nPython v3.11.7 (/bin/python)\n\nError: Failed to get stack traces\n\nCaused by:\n"
+    spy.write_text(f"#!/bin/sh\necho '{stopped}'\nexit 1\n")
+    assert (await dumps.dump(tmp_path, "0.0", "load")).endswith("dumped: Error: Failed to get stack traces.")
     spy.write_text("#!/bin/sh\nexec sleep 100\n")
     monkeypatch.setattr(stacks, "DUMP_S", 0.1)
     assert (await dumps.dump(tmp_path, "0.0", "load")).endswith("not done within 0.1 s.")
