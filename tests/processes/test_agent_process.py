@@ -26,7 +26,9 @@ from workers.engines.tiny.model import TinyConfig, TinyModel, digest, save, weig
 from workers.engines.tiny.server import Completion, TinyClient
 
 CALM = BusConfig(head_interval_ms=50, heartbeat_ms=100, agent_timeout_ms=20_000, retransmit_ms=200)
-"""A busy machine holds an agent up for seconds, and it is not missed. One that is killed would be missed for long."""
+"""A busy machine holds an agent up for seconds, and it is not missed."""
+ALERT = replace(CALM, agent_timeout_ms=4_000)
+"""For agents that are killed, or whose place another one wants: that is decided once an agent is missed."""
 
 
 class Node(AgentProcess):
@@ -140,9 +142,8 @@ def test_killed_and_started_again_it_serves_nothing_but_the_newest_weights(tmp_p
     model = TinyModel(TinyConfig(), seed=1)
     save(model, tmp_path / "v1")
     front, log = f"ipc://{tmp_path}/engine", tmp_path / "run.db"
-    config = replace(CALM, agent_timeout_ms=4_000)  # it is missed before its place is free again
     with ExitStack() as stack:
-        plane = stack.enter_context(ControlPlane("tcp://127.0.0.1:0", log=log, config=config, checkpoints=tmp_path))
+        plane = stack.enter_context(ControlPlane("tcp://127.0.0.1:0", log=log, config=ALERT, checkpoints=tmp_path))
         node = stack.enter_context(Node(plane.address, tmp_path, 0, 0, "--serve", front, "--seed", "99"))
         client = TinyClient(front)
         plane.wait_for_agents(1, timeout=60).wait()
@@ -189,10 +190,11 @@ def test_an_engine_is_driven_by_hand(served: Served) -> None:
     assert plane.sleep(["weights"]).wait().acted == plane.wake().wait().acted == ("0.0",)
 
 
-def test_a_place_that_is_taken_ends_the_second_one(plane: ControlPlane, tmp_path: Path) -> None:
+def test_a_place_that_is_taken_ends_the_second_one(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     with ExitStack() as stack:
+        plane = stack.enter_context(ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=ALERT))
         stack.enter_context(Node(plane.address, tmp_path, 0, 1))
         plane.wait_for_agents(1, timeout=60).wait()
         second = stack.enter_context(Node(plane.address, other, 0, 1))

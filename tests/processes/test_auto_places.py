@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from controlplane import ControlPlane
 from controlplane.bus.key_folder import KeyFolder
-from tests.processes.test_agent_process import CALM, Node, lives
+from tests.processes.test_agent_process import ALERT, CALM, Node, lives
 from tests.running import typed
 from tests.waiting import wait_until
 
@@ -47,7 +47,7 @@ def test_agents_get_places_of_their_own_keep_them_and_take_up_those_that_were_re
     tmp_path: Path, started: ExitStack
 ) -> None:
     log, bus = tmp_path / "run.db", str(tmp_path / "bus")
-    config = replace(CALM, agent_timeout_ms=4_000, address_file=bus)
+    config = replace(ALERT, address_file=bus)
     nodes = [started.enter_context(auto(bus, tmp_path / name)) for name in "ab"]
     with ControlPlane("tcp://127.0.0.1:0", log=log, config=config) as plane:
         address = plane.address
@@ -74,7 +74,7 @@ def test_agents_get_places_of_their_own_keep_them_and_take_up_those_that_were_re
 def test_one_whose_place_another_has_taken_gets_a_new_one_when_it_is_started_again(
     tmp_path: Path, started: ExitStack
 ) -> None:
-    with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=CALM) as plane:
+    with ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=ALERT) as plane:
         node = started.enter_context(auto(plane.address, tmp_path / "a"))
         plane.wait_for_agents(1, timeout=120).wait()
         (memory,) = (tmp_path / "a").rglob("replica")

@@ -15,12 +15,12 @@ from controlplane.record.log import RunLog
 from controlplane.report.collect import collect
 from controlplane.report.verdict import verdict
 from schemas.commands import Finish, ProfileCommand, ProfilePlan, Schedule
-from schemas.config import AgentConfig, BusConfig
+from schemas.config import AgentConfig
 from schemas.fault_plan import read_plan
 from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from schemas.profiler.config import ProfilerConfig
 from schemas.reports import Report
-from tests.processes.test_agent_process import CALM
+from tests.processes.test_agent_process import ALERT, CALM
 from tests.running import environment, python
 from tests.unit.rank_sessions import operators, read, stages
 from tests.waiting import wait_until
@@ -29,7 +29,6 @@ from workers.profilers import TrainingRank
 
 pytestmark = pytest.mark.xdist_group("training ranks")
 
-QUICK = BusConfig(head_interval_ms=50, heartbeat_ms=100, agent_timeout_ms=4_000, retransmit_ms=200)
 NAMES = ("stops", "loses", "dies")
 FAULTS = """
 fault = [
@@ -82,7 +81,7 @@ class Fleet:
         self.folder = folder
         log = folder / "run.db"
         self.plane: ControlPlane = stack.enter_context(
-            ControlPlane("tcp://127.0.0.1:0", log=log, config=QUICK, checkpoints=folder, profiler=profiler)
+            ControlPlane("tcp://127.0.0.1:0", log=log, config=ALERT, checkpoints=folder, profiler=profiler)
         )
         bus = self.plane.address
         front = f"ipc://{folder}/engine"
@@ -273,7 +272,7 @@ print("trained")
 
 def test_a_second_agent_of_the_same_rank_ends_and_the_training_goes_on(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        plane = stack.enter_context(ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=CALM))
+        plane = stack.enter_context(ControlPlane("tcp://127.0.0.1:0", log=tmp_path / "run.db", config=ALERT))
         stack.enter_context(here(plane.address, tmp_path))
         plane.wait_for_agents(1, timeout=60).wait()
         second = stack.enter_context(here(plane.address, tmp_path / "other"))
