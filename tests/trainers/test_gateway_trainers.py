@@ -152,6 +152,11 @@ def test_a_sync_is_one_request_with_a_verdict_for_each_worker_as_the_openapi_fil
         workers = HTTP.get(f"{fleet.gateway.url}/v1/rl/workers").json()
         (content,) = OPENAPI["paths"]["/v1/rl/workers"]["get"]["responses"]["200"]["content"].values()
         jsonschema.validate(workers, {**content["schema"], "components": OPENAPI["components"]})
+        for worker, status in (("0", 200), ("7", 404)):
+            answer = HTTP.get(f"{fleet.gateway.url}/v1/rl/workers/{worker}")
+            (content,) = OPENAPI["paths"]["/v1/rl/workers/{id}"]["get"]["responses"][str(status)]["content"].values()
+            jsonschema.validate(answer.json(), {**content["schema"], "components": OPENAPI["components"]})
+            assert answer.status_code == status
 
 
 # --- SkyRL ------------------------------------------------------------------------------------------------------------

@@ -287,6 +287,10 @@ def test_smgs_own_client_reads_what_each_worker_is_and_an_epoch_grows_with_each_
         assert (first["id"], first["base_url"], first["model_id"]) == ("0", fleet.urls[0], MODEL)
         assert (first["engine"], first["health"], first["worker_type"]) == ("tiny", "ready", "regular")
         assert first["capabilities"]["update_from"] == ["disk"] and second["id"] == "1"
+        assert client("vars(gateway.worker('1'))") == second
+        for other in ("2", "01", "1/", "1/engine/flush_cache"):
+            with pytest.raises(RuntimeError, match=r"HTTP 404"):
+                client(f"gateway.worker({other!r})")
 
         before = epoch()
         assert epoch() == before

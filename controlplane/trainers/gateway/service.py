@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import anyio
 import httpx
@@ -196,11 +196,15 @@ class Gateway:
             case "GET", "/workers":
                 return self._workers(request)
             case "GET", "/v1/rl/workers":
-                return await self._discovery(request, range(self._replicas))
+                return JSONResponse(await self._discovery(request, range(self._replicas)))
+            case "GET", path if path.startswith("/v1/rl/workers/"):
+                rows = (await self._discovery(request, range(self._replicas)))["workers"]
+                row = next((row for row in rows if path == f"/v1/rl/workers/{row['id']}"), None)
+                return JSONResponse(row) if row is not None else _json(404, f"{path}: there is no such replica here")
             case "POST", "/v1/rl/syncs":
                 return await self._of_replica(request, 0, path)  # whichever: it is about all of them
         below = " ".join(self.base_urls(request.url.hostname))
-        known = f"GET /workers, GET /v1/rl/workers, POST /v1/rl/syncs, and the routes of an engine below {below}"
+        known = f"GET /workers, GET /v1/rl/workers(/ID), POST /v1/rl/syncs, and the routes of an engine below {below}"
         return _json(400, f"{request.method} {path} is refused: it is about no replica. There are {known}")
 
     async def _of_replica(self, request: Request, replica: int, path: str) -> Response:
@@ -223,7 +227,7 @@ class Gateway:
                 logger.warning("%s%s", "" if path == "/v1/rl/syncs" else f"replica {replica}: ", message)
                 return _json(400, message)
             case routes.Plain.DISCOVERY:
-                return await self._discovery(request, [replica])
+                return JSONResponse(await self._discovery(request, [replica]))
             case routes.Plain.HEALTH if reason := self._unfit(replica):
                 return _json(503, f"replica {replica} does not serve: {reason}")
             case routes.Plain.HEALTH if not self._engine(replica):
@@ -274,7 +278,7 @@ class Gateway:
         urls = enumerate(self.base_urls(request.url.hostname))
         return JSONResponse({"workers": [{"url": url} for replica, url in urls if not self._unfit(replica)]})
 
-    async def _discovery(self, request: Request, replicas: Sequence[int]) -> Response:
+    async def _discovery(self, request: Request, replicas: Sequence[int]) -> dict[str, Any]:
         async with anyio.create_task_group() as tasks:
             for replica in replicas:
                 if self._engine(replica) not in self._models:
@@ -288,7 +292,7 @@ class Gateway:
             if f"{replica}.0" not in view.state.retired
         ]
         head = {"protocol_version": discovery.VERSION, "namespace": discovery.NAMESPACE}
-        return JSONResponse({**head, "workers": rows, "total": len(rows), "membership_epoch": self._membership.epoch})
+        return {**head, "workers": rows, "total": len(rows), "membership_epoch": self._membership.epoch}
 
     async def _find_model(self, request: Request, replica: int) -> None:
         """Learn the name that its server has for its model. It is kept, for when the server is down."""
