@@ -30,7 +30,8 @@ def gateway(vllm_fleet: VLLMFleet) -> Iterator[Gateway]:
 
 
 def tokens(gateway: Gateway, fleet: VLLMFleet) -> list[list[int]]:
-    """Greedy tokens of both replicas, asked for through the gateway."""
+    """Greedy tokens of both replicas, asked for through the gateway once both serve: it refuses one that reads late."""
+    fleet.wait_ready()
     return [complete("vllm", url, "hello", 8, fleet.first.model) for url in gateway.base_urls()]
 
 
