@@ -87,6 +87,10 @@ def run(words: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     except RolloutctlError as error:
         return _fail(error, 3)
+    except Exception as error:
+        if not interrupt.is_behind(error):
+            raise
+        return interrupt.CODE
     return code if isinstance(code, int) else 0
 
 

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import threading
 from collections.abc import Awaitable, Callable
 from importlib.util import find_spec
@@ -59,6 +58,13 @@ def run(function: Callable[..., Awaitable[T]], *arguments: object, ends: tuple[s
     return anyio.run(main, backend_options={"use_uvloop": find_spec("uvloop") is not None})
 
 
+def is_behind(error: BaseException | None) -> bool:
+    """Return whether an error comes of an interrupt: CPython before 3.12 makes one of it within `__set_name__`."""
+    return error is not None and (
+        isinstance(error, KeyboardInterrupt) or is_behind(error.__cause__ or error.__context__)
+    )
+
+
 def end() -> NoReturn:
     """End the process with code 130, and all that it started. It may not know of a child that was just being made.
 
@@ -88,6 +94,5 @@ def _end_soon(again: bool) -> None:
 
 def _give_up() -> NoReturn:
     with contextlib.suppress(Exception):
-        sys.stderr.write("rolloutctl: ended without waiting for what was under way\n")
-        sys.stderr.flush()
+        os.write(2, b"rolloutctl: ended without waiting for what was under way\n")
     end()
