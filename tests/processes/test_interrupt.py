@@ -220,7 +220,7 @@ def test_a_command_that_is_just_starting_a_child(tmp_path: Path) -> None:
     ids=["exec", "set_name"],
 )
 def test_a_command_that_is_interrupted_within_an_import(tmp_path: Path, importing: str) -> None:
-    """As of dataclasses. After an exec, CPython would end by the signal; of the other it makes an error, before 3.12."""
+    """As of dataclasses. CPython ends by the signal after an exec, and before 3.12 makes an error of the other."""
     body = importing.format(raised="signal.raise_signal(signal.SIGINT)")
     (tmp_path / "asked.py").write_text(ASKED.format(body=body))
     ended = python("-m", "asked", "status", cwd=tmp_path)
