@@ -59,10 +59,8 @@ def run(function: Callable[..., Awaitable[T]], *arguments: object, ends: tuple[s
 
 
 def is_behind(error: BaseException | None) -> bool:
-    """Return whether an error comes of an interrupt: CPython before 3.12 makes one of it within `__set_name__`."""
-    return error is not None and (
-        isinstance(error, KeyboardInterrupt) or is_behind(error.__cause__ or error.__context__)
-    )
+    """Return whether an interrupt caused an error: CPython before 3.12 makes one of it within `__set_name__`."""
+    return error is not None and (isinstance(error, KeyboardInterrupt) or is_behind(error.__cause__))
 
 
 def end() -> NoReturn:

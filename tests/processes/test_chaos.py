@@ -106,8 +106,8 @@ def test_a_trainer_that_ignores_sigterm_is_killed_when_the_time_to_watch_is_over
 ) -> None:
     monkeypatch.setattr(chaos, "STOP_S", 0.5)
     (tmp_path / "plan.toml").write_text('[[fault]]\nname = "dies"\nwhat = "kill_agent"\n')
-    stubborn = "import pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-    stubborn += f"pathlib.Path({str(tmp_path / 'began')!r}).touch(); time.sleep(600)"
+    stubborn = "import pathlib, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    stubborn += f"pathlib.Path({str(tmp_path / 'began')!r}).touch(); signal.pause()"
     words = ["run", tmp_path / "plan.toml", "--log", tmp_path / "run.db", "--for", "2", "--", sys.executable, "-c"]
     done = CliRunner().invoke(chaos.chaos, [str(word) for word in (*words, stubborn)])
     assert (tmp_path / "began").exists()

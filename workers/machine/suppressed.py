@@ -103,7 +103,7 @@ def with_recorded(state: AgentState, activity: Activity, result: Returned | Faul
 
 
 def left_by_window(command: Command | UnknownCommand, suppressed: Suppressed) -> Acted | None:
-    """Return the outcome of the stop of a session that was closed so before: no other names what it left."""
+    """Return the outcome of a stop whose session had ended with its window: no other outcome names its traces."""
     recorded, left = suppressed.recorded, suppressed.reported
     if recorded is None or not isinstance(command, ProfileCommand):
         return None
