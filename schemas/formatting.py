@@ -12,17 +12,7 @@ from typing import Final, NamedTuple, assert_never
 import msgspec
 from msgspec import Struct
 
-from schemas.commands import (
-    AdapterDrop,
-    AdapterSync,
-    Command,
-    Drain,
-    EngineCommand,
-    EpochStart,
-    ProfileCommand,
-    UnknownCommand,
-    WeightSync,
-)
+from schemas import commands
 from schemas.identity import NAMES_CACHED, ROLLOUT, identity_of
 from schemas.outcomes import Acted, Conclusion, Failed, Missing, Skipped
 
@@ -85,33 +75,33 @@ def without_numbers(text: str) -> str:
 # --- wording ----------------------------------------------------------------------------------------------------------
 
 
-def describe(command: Command | UnknownCommand) -> str:
+def describe(command: commands.Command | commands.UnknownCommand) -> str:
     """Return a command in a few words."""
     return " ".join(_kind_and_object(command)).rstrip()
 
 
-def command_kind(command: Command | UnknownCommand) -> str:
+def command_kind(command: commands.Command | commands.UnknownCommand) -> str:
     """Return the kind of a command, by which it is counted: `profile start`, `weights load`, `pause`."""
     return _kind_and_object(command)[0]
 
 
-def _kind_and_object(command: Command | UnknownCommand) -> tuple[str, str]:
+def _kind_and_object(command: commands.Command | commands.UnknownCommand) -> tuple[str, str]:
     match command:
-        case ProfileCommand():
+        case commands.ProfileCommand():
             return f"profile {command.action}", f"step {command.step}"
-        case EpochStart():
+        case commands.EpochStart():
             return "epoch start", ""
-        case WeightSync():
+        case commands.WeightSync():
             return f"weights {command.phase}", f"v{command.version}"
-        case AdapterSync():
+        case commands.AdapterSync():
             return f"adapter {command.phase}", command.adapter.model
-        case AdapterDrop():
+        case commands.AdapterDrop():
             return "adapter drop", command.name
-        case Drain():
+        case commands.Drain():
             return "drain", ""
-        case EngineCommand():
+        case commands.EngineCommand():
             return command.operation, ""
-        case UnknownCommand():
+        case commands.UnknownCommand():
             return "unknown command", command.tag
         case _:
             assert_never(command)

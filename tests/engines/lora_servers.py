@@ -31,8 +31,8 @@ class LoRAServer:
     """A backend and the server that it calls.
 
     loaded: names with paths.   lost: paths of calls whose next answer is lost.   hidden: names that the next listing
-    leaves out.   metrics: the text, or None.   refusals: the next answers to calls of a path.
-    posts: what it was asked to change.
+    leaves out.   late: listings that do not come in time.   metrics: the text, or None.   refusals: the next answers to
+    calls of a path.   posts: what it was asked to change.
     """
 
     def __init__(self, kind: Kind, version: str, folder: Path) -> None:
@@ -41,6 +41,7 @@ class LoRAServer:
         self.loaded: dict[str, str] = {}
         self.lost: set[str] = set()
         self.hidden: set[str] = set()
+        self.late = 0
         self.metrics: str | None = None
         self.refusals: dict[str, Reply] = {}
         self.posts: list[tuple[str, Any]] = []
@@ -67,10 +68,10 @@ class LoRAServer:
         make = VLLMEngine if kind == "vllm" else SGLangEngine
         self.backend = make(PLACE, client, checkpoints=self.root, traces=folder / "traces")
 
-    async def fault(self, call: EngineCall) -> EngineError | CheckpointError | None:
+    async def fault(self, call: EngineCall, timeout_s: float = 1.0) -> EngineError | CheckpointError | None:
         """Make a call. Returns why it failed."""
         try:
-            await self.backend.perform(call, 1.0)
+            await self.backend.perform(call, timeout_s)
         except (EngineError, CheckpointError) as error:
             return error
         return None
@@ -79,6 +80,9 @@ class LoRAServer:
         return await self.backend.observe()
 
     def _models(self, base: str) -> dict[str, Any]:
+        if self.late:
+            self.late -= 1
+            raise TimeoutError
         cards: list[dict[str, Any]] = [{"id": base, "object": "model", "root": base, "parent": None}]
         cards += [
             {"id": name, "root": at, "parent": base} for name, at in self.loaded.items() if name not in self.hidden

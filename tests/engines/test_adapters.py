@@ -98,6 +98,19 @@ async def test_a_load_that_comes_second_counts_if_the_first_was_of_that_path(ser
     assert isinstance(fault, CheckpointError) and "already loaded" in str(fault)
 
 
+async def test_a_front_end_that_stands_still_for_a_moment_is_asked_again_in_the_time_of_the_command(
+    server: LoRAServer,
+) -> None:
+    save_adapter(server.root / "adapters" / "step_1")
+    for call in (CheckAdapter(of(1)), LoadAdapter(of(1))):
+        server.late = 2
+        assert await server.fault(call, 60) is None
+    server.late = 1
+    fault = await server.fault(UnloadAdapter("policy-v1", waited=True))  # which no command waits for
+    assert isinstance(fault, RefusedError) and "does not list its adapters" in str(fault)
+    assert server.loaded.keys() == {"policy-v1"} and len(server.posts) == 1
+
+
 async def test_nothing_is_loaded_over_a_name_that_is_taken(server: LoRAServer) -> None:
     await holding(server, 1)
     save_adapter(server.root / "adapters" / "other")

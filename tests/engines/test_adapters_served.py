@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import get_args
 
 import pytest
@@ -32,7 +32,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """One replica, which no test leaves without a version to serve."""
     with ExitStack() as open_:
         fleet = LoRAFleet(request.param, tmp_path_factory.mktemp("lora"), open_)
-        assert fleet.sync(fleet.save("first", 1)).status == "committed"
+        fleet.sync(fleet.save("first", 1)).raise_unless_committed()
         fleet.served()
         yield fleet
 
@@ -46,7 +46,7 @@ def test_the_probe_and_the_engine_know_what_it_was_launched_for(fleet: LoRAFleet
 def test_a_then_b_then_a(fleet: LoRAFleet) -> None:
     base, made = fleet.scores(None), []
     for step, seed in (("a", 11), ("b", 12), ("a again", 11)):
-        assert fleet.sync(fleet.save(step, seed)).status == "committed"
+        fleet.sync(fleet.save(step, seed)).raise_unless_committed()
         made.append(fleet.scores(fleet.served().model))
     a, b, again = made
     assert near(a, again) and not near(a, b) and not near(a, base) and not near(b, base)
@@ -59,12 +59,12 @@ def test_requests_in_flight_end_on_the_version_that_they_began_with(fleet: LoRAF
     old = fleet.served().model
     fleet.rest()
     path = fleet.save("new", 22)
-    before = fleet.begin(old, ENDLESS[fleet.kind], PROMPT)
-    assert fleet.sync(path).status == "committed"
-    new = fleet.served().model
-    turn = len(before.tokens)  # those that follow are made after the commit
-    after = fleet.begin(new, SHORT, PROMPT)
-    made = before.grows_to(turn + SHORT).tokens[: turn + SHORT]
+    with closing(fleet.begin(old, ENDLESS[fleet.kind], PROMPT)) as before:
+        fleet.sync(path).raise_unless_committed()
+        new = fleet.served().model
+        turn = len(before.tokens)  # those that follow are made after the commit
+        after = fleet.begin(new, SHORT, PROMPT)
+        made = before.grows_to(turn + SHORT).tokens[: turn + SHORT]
     before.end()
     for begin in (0, turn):  # not all of them at once: rounding differs with what else runs, and adds up
         alone = fleet.scores(old, SHORT, [*PROMPT, *made[:begin]])
@@ -107,7 +107,7 @@ def test_files_of_dropped_versions_can_go(fleet: LoRAFleet) -> None:
     assert made and first.model not in fleet.listed()
     for model in fleet.listed():
         assert fleet.scores(model)
-    assert fleet.sync(fleet.save("after", 34)).status == "committed"
+    fleet.sync(fleet.save("after", 34)).raise_unless_committed()
     assert fleet.scores(fleet.served().model) and newest.model in fleet.listed()
 
 

@@ -28,7 +28,7 @@ def gateway(sglang_fleet: SGLangFleet) -> Iterator[Gateway]:
     with on_a_thread(served.serve):
         yield served
     fleet.rest()
-    assert fleet.plane.sync_weights(None, Checkpoint("a"), timeout=60).wait().status == "committed"  # as it was found
+    fleet.plane.sync_weights(None, Checkpoint("a"), timeout=60).wait().raise_unless_committed()  # as it was found
 
 
 def tokens(gateway: Gateway, fleet: SGLangFleet) -> list[int]:

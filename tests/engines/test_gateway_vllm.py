@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 
 import httpx
 import pytest
@@ -26,7 +27,7 @@ def gateway(vllm_fleet: VLLMFleet) -> Iterator[Gateway]:
         yield served
     vllm_fleet.version = vllm_fleet.plane.status().version  # the fleet's other tests count on from here
     vllm_fleet.rest()
-    assert vllm_fleet.sync("a").status == "committed"  # as it was found
+    vllm_fleet.sync("a").raise_unless_committed()  # as it was found
 
 
 def tokens(gateway: Gateway, fleet: VLLMFleet) -> list[list[int]]:
@@ -44,9 +45,10 @@ def test_prime_rl_moves_both_servers_while_a_request_streams_through_the_gateway
     second = tokens(gateway, vllm_fleet)
     assert second[0] == second[1] == vllm_fleet.tokens()[0]
 
-    running = begin("vllm", gateway.base_urls()[0], "a long one", ENDLESS, vllm_fleet.first.model).grows_to(1)
-    asyncio.run(trainer.update_weights(vllm_fleet.folder / "c"))
-    running.grows_to(len(running.tokens) + 8)  # prime-rl pauses with `keep`
+    with closing(begin("vllm", gateway.base_urls()[0], "a long one", ENDLESS, vllm_fleet.first.model)) as running:
+        running.grows_to(1)
+        asyncio.run(trainer.update_weights(vllm_fleet.folder / "c"))
+        running.grows_to(len(running.tokens) + 8)  # prime-rl pauses with `keep`
     running.end()
     third = tokens(gateway, vllm_fleet)
     assert third[0] == third[1] != second[0]

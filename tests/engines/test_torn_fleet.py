@@ -51,7 +51,7 @@ class Fleet(TinyFleet):
 async def fleet(folder: Path) -> AsyncIterator[Fleet]:
     async with Fleet.of_two(folder) as made:
         made.write(1, 0, 1)
-        assert (await made.sync(1)).status == "committed"
+        (await made.sync(1)).raise_unless_committed()
         yield made
 
 

@@ -78,7 +78,7 @@ def test_weights_change_exactly_when_they_are_synced_and_the_label_follows(fleet
     launched = fleet.tokens()
     assert launched[0] == launched[1]
     report = fleet.sync("b", content=True)
-    assert report.status == "committed" and report.loaded == (0, 1)
+    assert report.status == "committed" and report.loaded == (0, 1), report
     changed = fleet.tokens()
     assert changed[0] == changed[1] != launched[0]
     for url in (fleet.first.url, fleet.second_url):
@@ -86,7 +86,7 @@ def test_weights_change_exactly_when_they_are_synced_and_the_label_follows(fleet
     loads = conclusions(report.phases[1])
     digests = {load.digest for load in loads.values() if isinstance(load, Acted)}
     assert len(digests) == 1 and str(*digests).startswith("vllm:")  # both engines hold the same tensors
-    assert fleet.sync("a").status == "committed"
+    fleet.sync("a").raise_unless_committed()
     assert fleet.tokens() == launched
 
 
@@ -176,7 +176,7 @@ def test_a_hung_server_is_reported_by_the_deadline_and_the_other_continues(fleet
     fleet.proxy.on["/collective_rpc"] = fleet.first.freeze
     report = fleet.sync("b", quorum=1, timeout=12)
     # Out of service by the commit, or not heard of any more when it was made: that depends on which answers first.
-    assert report.status == "committed" and report.quarantined + report.unproven == (0,)
+    assert report.status == "committed" and report.quarantined + report.unproven == (0,), report
     assert failed(report.phases[1]).error is ErrorKind.ENGINE_TIMEOUT
     assert failed(fleet.plane.flush(replicas=[0], timeout=5).wait()).error is ErrorKind.ENGINE_BUSY
     served = httpx.get(f"{fleet.second_url}/weight_info", timeout=60).json()
@@ -193,7 +193,7 @@ def test_server_killed_during_an_update_is_out_of_service_and_serves_the_committ
     fleet.proxy.on["/collective_rpc"] = fleet.first.kill
     report = fleet.sync("b", quorum=1, timeout=20)
     # Out of service by the commit, or not heard of any more when it was made: that depends on which answers first.
-    assert report.status == "committed" and report.quarantined + report.unproven == (0,)
+    assert report.status == "committed" and report.quarantined + report.unproven == (0,), report
     assert failed(report.phases[1]).error is ErrorKind.UNKNOWN
     fleet.first.start()
     fleet.first.wait_up()
@@ -203,7 +203,7 @@ def test_server_killed_during_an_update_is_out_of_service_and_serves_the_committ
 
 
 def test_a_launched_server_is_restarted_and_ends_with_its_agent(fleet: VLLMFleet) -> None:
-    assert fleet.sync("a").status == "committed"
+    fleet.sync("a").raise_unless_committed()
     agent = fleet.agents[1]
     server = next(
         process for process in agent.family() if process.cmdline()[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]

@@ -10,17 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, Final, Generic
 
-from anyio import CancelScope, to_thread
+from anyio import CancelScope, sleep, to_thread
 
 from schemas.commands import AdapterVersion, Checkpoint
-from schemas.errors import CheckpointError, ConfigError, EngineError, RefusedError, UnsupportedError
+from schemas.errors import CheckpointError, ConfigError, EngineError, RefusedError, UnansweredError, UnsupportedError
 from schemas.events import CheckAdapter, CheckSource, Load, LoadAdapter, Observation, Restore, Returned, UnloadAdapter
 from schemas.identity import LAUNCH_LABEL, Digests, Identity, Operation
 from schemas.safetensors.format import read_layout
 from schemas.wire import PeerFound
 from workers.engines.adapter_files import adapter_path, checked_adapter
 from workers.engines.checkpoint import Lacking, SourceChecker, Taken, missing_beside
-from workers.engines.client import CallRefused, EngineClient, begun, mapping_at
+from workers.engines.client import RETRY_S, CallRefused, EngineClient, begun, mapping_at, retry_time_s
+from workers.engines.http import READ_TIMEOUT_S
 from workers.engines.observed import EngineKind, Launch, LaunchT, LoRALimits, ObservedEngine, listed_adapters
 
 READ_AHEAD_SHARE: Final = 0.5
@@ -134,15 +135,12 @@ class AttachedEngine(ABC, Generic[LaunchT]):
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     async def _adapter(
-        self, client: EngineClient, launch: LaunchT, call: CheckAdapter | LoadAdapter | UnloadAdapter
+        self, client: EngineClient, launch: LaunchT, call: CheckAdapter | LoadAdapter | UnloadAdapter, timeout_s: float
     ) -> None:
         """Check, load or unload a version of an adapter."""
         if (reason := launch.missing.get(Operation.ADAPTERS)) is not None:
             raise UnsupportedError(f"{self.kind.name} {launch.version} takes no adapters: {reason}.")
-        try:
-            listed = await self._listed(client)
-        except EngineError as error:
-            raise RefusedError(f"{self.kind.name} was not called: it does not list its adapters. {error}") from error
+        listed = await self._listed_before(client, timeout_s)
         if isinstance(call, UnloadAdapter):
             if call.model in listed:
                 await self._unload_adapter(client, launch, call)
@@ -198,6 +196,18 @@ class AttachedEngine(ABC, Generic[LaunchT]):
                 listed = await self._listed(client)
             if call.model in listed:
                 raise
+
+    async def _listed_before(self, client: EngineClient, timeout_s: float) -> dict[str, str]:
+        """Ask in all of a command's time: the front end of an engine that serves can stand still for many seconds."""
+        until = time.monotonic() + retry_time_s(timeout_s) - READ_TIMEOUT_S
+        while True:
+            try:
+                return await self._listed(client)
+            except EngineError as error:
+                if not isinstance(error, UnansweredError) or time.monotonic() > until:
+                    reason = f"it does not list its adapters. {error}"
+                    raise RefusedError(f"{self.kind.name} was not called: {reason}") from error
+            await sleep(RETRY_S)
 
     async def _listed(self, client: EngineClient) -> dict[str, str]:
         models = await client.read("list_models")

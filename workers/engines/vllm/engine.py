@@ -79,7 +79,7 @@ class VLLMEngine(AttachedEngine[VLLMLaunch]):
             case events.CheckProfile() | events.StartProfile() | events.StopProfile():
                 return await self._profile(client, launch, call)
             case events.CheckAdapter() | events.LoadAdapter() | events.UnloadAdapter():
-                await self._adapter(client, launch, call)
+                await self._adapter(client, launch, call, timeout_s)
             case _:
                 assert_never(call)
         return events.Returned()
