@@ -6,7 +6,7 @@ from schemas.config import BusConfig
 from schemas.outcomes import Acted, Conclusion, ErrorKind, Failed
 from schemas.reports import Report
 
-BUS = BusConfig(head_interval_ms=200, heartbeat_ms=300, agent_timeout_ms=10_000, retransmit_ms=500)
+BUS = BusConfig(head_interval_ms=200, heartbeat_ms=300, agent_timeout_ms=30_000, retransmit_ms=500)
 """Short enough for tests, and long enough for a busy machine."""
 
 
