@@ -93,7 +93,7 @@ def test_weights_change_exactly_when_they_are_synced_and_the_label_follows(fleet
 def test_replica_that_loaded_goes_back_when_too_few_did(fleet: VLLMFleet) -> None:
     before = fleet.tokens()
     fleet.proxy.on["/collective_rpc"] = fleet.first.freeze
-    report = fleet.sync("b", quorum=2, timeout=12)
+    report = fleet.sync("b", quorum=2, timeout=20)
     assert report.status == "aborted"
     assert failed(report.phases[1]).error is ErrorKind.ENGINE_TIMEOUT
     assert isinstance(conclusions(report.phases[1])["1.0"], Acted)  # it had loaded, and went back
@@ -174,7 +174,7 @@ def test_discarded_weights_are_loaded_again_before_a_request_is_served(fleet: VL
 
 def test_a_hung_server_is_reported_by_the_deadline_and_the_other_continues(fleet: VLLMFleet) -> None:
     fleet.proxy.on["/collective_rpc"] = fleet.first.freeze
-    report = fleet.sync("b", quorum=1, timeout=12)
+    report = fleet.sync("b", quorum=1, timeout=20)
     # Out of service by the commit, or not heard of any more when it was made: that depends on which answers first.
     assert report.status == "committed" and report.quarantined + report.unproven == (0,), report
     assert failed(report.phases[1]).error is ErrorKind.ENGINE_TIMEOUT
