@@ -77,7 +77,7 @@ def demo(out: Path | None, steps: int, seed: int, fault: Literal["kill-agent"] |
     plane = ControlPlane(
         "tcp://127.0.0.1:0",
         log=out / "run.db",
-        config=BusConfig(heartbeat_ms=500, agent_timeout_ms=3_000),
+        config=BusConfig(heartbeat_ms=500, agent_timeout_ms=10_000),
         profiler=config,
         checkpoints=out / "checkpoints",
     )
