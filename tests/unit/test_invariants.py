@@ -3,7 +3,7 @@
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from msgspec import Raw
@@ -25,6 +25,7 @@ from schemas.events import (
     Observation,
     Pause,
     Perform,
+    Returned,
     SnapshotReceived,
     Started,
 )
@@ -33,7 +34,10 @@ from schemas.outcomes import Acted, ErrorKind, Failed, Reason, Skipped
 from schemas.reports import Report, SyncReport
 from schemas.wire import Rejoin, decode_command, encode
 from tests.unit.fleets import DONE, NO
+from tests.unit.machines import PRESENT, PRIMARY, command, observed
 from tests.unit.test_report import Recorded
+from workers.machine.decide import decide
+from workers.machine.state import AgentState
 
 REPLAYS = Path(__file__).parents[1] / "replays"
 TORN = RecordedRun(REPLAYS / "torn-fleet.db").entries
@@ -449,3 +453,36 @@ def test_i12_a_replica_that_went_on_with_old_weights() -> None:
     violations = list(verify(edited(TRAINED, edit, "0.0", times=99)))
     assert {violation.invariant for violation in violations} >= {"I12"}
     assert any("generated on v2 while out of reach, after v3" in violation.text for violation in violations)
+
+
+def test_i12_an_engine_that_comes_up_is_not_blamed_for_commits_that_waited_for_it() -> None:
+    """A server that was launched again serves the weights of its launch until it is paused. Later commits count."""
+
+    def sync(version: int, at: int, *phases: Literal["prepare", "load", "commit"]) -> list[CommandReceived]:
+        def phase_of(name: Literal["prepare", "load", "commit"]) -> WeightSync:
+            return WeightSync(phase=name, version=version, source=Checkpoint("w") if name != "load" else None)
+
+        return [command(phase_of(name), at + number) for number, name in enumerate(phases)]
+
+    def returned(call_id: int, seen: Observation) -> EngineReturned:
+        return EngineReturned(at_ms=1, call_id=call_id, result=Returned(), observation=seen)
+
+    def found(*events: Event) -> list[str]:
+        state, entries = AgentState(), []
+        launching = Observation(engine="tiny", tokenizer="unknown")
+        joined = SnapshotReceived(at_ms=0, epoch=1, seq=0, desired=Desired())
+        begun = (Started(at_ms=0, identity=PRIMARY, incarnation="a"), observed(launching), joined)
+        for number, event in enumerate((*begun, *events), start=1):
+            state, effects = decide(state, event)
+            kind, made = str(type(event).__struct_config__.tag), (Raw(encode(event)), Raw(encode(effects)))
+            place: dict[str, Any] = {"position": number, "number": number, "agent": "0.0", "journal": "j"}
+            entries.append(LogEntry(at_ns=1, kind=kind, event=made[0], effects=made[1], **place))
+        return [str(violation) for violation in verify(entries)]
+
+    paused = replace(PRESENT, generating=False)
+    first, second, newer = sync(1, 1, "prepare", "load", "commit"), sync(2, 4, "prepare"), sync(3, 7, "prepare")
+    up = (observed(PRESENT), returned(1, PRESENT))
+    assert found(*first, *up, *second, returned(2, paused)) == []
+    late = sync(2, 4, "prepare", "load", "commit")
+    (text,) = found(*first, *up, *late, *newer, returned(2, paused))
+    assert "I12" in text and "generated on v0 while out of reach, after v2 was committed" in text

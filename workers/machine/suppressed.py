@@ -7,17 +7,7 @@ arrives. Only a session that is recorded is not opened again by a snapshot of th
 
 from msgspec.structs import replace
 
-from schemas.commands import (
-    AdapterSync,
-    Command,
-    Drain,
-    EngineCommand,
-    EpochStart,
-    ProfileCommand,
-    UnknownCommand,
-    WeightSync,
-    split_model,
-)
+from schemas import commands
 from schemas.desired import ALL_TAGS, Desired, ProfileSession, requested_session
 from schemas.events import (
     AwaitPush,
@@ -55,29 +45,29 @@ def still_desired(desired: Desired, suppressed: Suppressed) -> Desired:
 
 
 def clear_suppressed(
-    suppressed: Suppressed, command: Command | UnknownCommand, before: Desired, identity: Identity
+    suppressed: Suppressed, command: commands.Command | commands.UnknownCommand, before: Desired, identity: Identity
 ) -> Suppressed:
     """Return what stays suppressed after `command`, which targets this replica and may ask again for what failed.
 
     `before` is the desired state before the command.
     """
     match command:
-        case ProfileCommand():
+        case commands.ProfileCommand():
             stopped = command.action == "stop" and before.profile is not None and before.profile.step == command.step
             requested = requested_session(command, identity) is not None
             return replace(suppressed, session=False, recorded=None) if stopped or requested else suppressed
-        case EngineCommand() if before.sync is None:
+        case commands.EngineCommand() if before.sync is None:
             return _clear_engine(suppressed, command)
-        case AdapterSync(phase="prepare"):  # older versions of the same adapter get another chance too
-            others = (model for model in suppressed.adapters if split_model(model)[0] != command.adapter.name)
+        case commands.AdapterSync(phase="prepare"):  # older versions of the same adapter get another chance too
+            others = (model for model in suppressed.adapters if commands.split_model(model)[0] != command.adapter.name)
             return replace(suppressed, adapters=frozenset(others))
-        case AdapterSync():
+        case commands.AdapterSync():
             return replace(suppressed, adapters=suppressed.adapters - {command.adapter.model})
-        case Drain():
+        case commands.Drain():
             return replace(suppressed, generation=None)
-        case EpochStart():
+        case commands.EpochStart():
             return Suppressed(quarantined=_of_committed(suppressed, before))
-        case WeightSync() if command.version > before.version and command.phase != "load":
+        case commands.WeightSync() if command.version > before.version and command.phase != "load":
             return _clear_sync(suppressed, command)
         case _:
             return suppressed
@@ -102,10 +92,10 @@ def with_recorded(state: AgentState, activity: Activity, result: Returned | Faul
     return replace(state, suppressed=replace(state.suppressed, recorded=call.session, reported=result))
 
 
-def left_by_window(command: Command | UnknownCommand, suppressed: Suppressed) -> Acted | None:
+def left_by_window(command: commands.Command | commands.UnknownCommand, suppressed: Suppressed) -> Acted | None:
     """Return the outcome of a stop whose session had ended with its window: no other outcome names its traces."""
     recorded, left = suppressed.recorded, suppressed.reported
-    if recorded is None or not isinstance(command, ProfileCommand):
+    if recorded is None or not isinstance(command, commands.ProfileCommand):
         return None
     if (command.action, command.step) != ("stop", recorded.step):
         return None
@@ -127,7 +117,7 @@ def _of_committed(suppressed: Suppressed, desired: Desired) -> int:
     return suppressed.quarantined if suppressed.quarantined <= desired.version else 0
 
 
-def _clear_engine(suppressed: Suppressed, command: EngineCommand) -> Suppressed:
+def _clear_engine(suppressed: Suppressed, command: commands.EngineCommand) -> Suppressed:
     match command.operation:
         case "pause" | "resume":
             return replace(suppressed, generation=None)
@@ -138,7 +128,7 @@ def _clear_engine(suppressed: Suppressed, command: EngineCommand) -> Suppressed:
             return suppressed
 
 
-def _clear_sync(suppressed: Suppressed, command: WeightSync) -> Suppressed:
+def _clear_sync(suppressed: Suppressed, command: commands.WeightSync) -> Suppressed:
     """A sync asks every replica to take part, also with memory that a failed wake has left asleep: perhaps its weights
     could not be loaded. The end of a sync lifts a quarantine, and resumes where a resume failed before.
     """
@@ -153,7 +143,9 @@ def _clear_sync(suppressed: Suppressed, command: WeightSync) -> Suppressed:
     )
 
 
-def suppress(state: AgentState, failed: Command | UnknownCommand | Call, before: Desired | None = None) -> AgentState:
+def suppress(
+    state: AgentState, failed: commands.Command | commands.UnknownCommand | Call, before: Desired | None = None
+) -> AgentState:
     """Give up what a command, or a call that no command had asked for, did not bring about.
 
     What failed is not tried again until a command asks for it.
@@ -168,35 +160,35 @@ def suppress(state: AgentState, failed: Command | UnknownCommand | Call, before:
 
 def _after_failure(
     suppressed: Suppressed,
-    failed: Command | UnknownCommand | Call,
+    failed: commands.Command | commands.UnknownCommand | Call,
     before: Desired | None,
     remaining: Desired,
     engine: EngineState,
 ) -> Suppressed:
     match failed:
-        case ProfileCommand(action="start"):
+        case commands.ProfileCommand(action="start"):
             return _suppress_session(suppressed, failed.step, remaining, engine)
         case StartProfile():
             return _suppress_session(suppressed, failed.session.step, remaining, engine)
-        case EngineCommand() if before is not None:
+        case commands.EngineCommand() if before is not None:
             return replace(
                 suppressed,
                 generation=suppressed.generation if before.generation == remaining.generation else before.generation,
                 awake=suppressed.awake | (remaining.asleep - before.asleep),
                 asleep=suppressed.asleep | (before.asleep - remaining.asleep),
             )
-        case WeightSync(phase="prepare"):
+        case commands.WeightSync(phase="prepare"):
             asleep = before.asleep - remaining.asleep if before is not None else frozenset()
             return replace(suppressed, sync=failed.version, asleep=suppressed.asleep | asleep)
         case CheckSource() if remaining.sync is not None and remaining.sync.phase == "prepare":
             return replace(suppressed, sync=remaining.sync.version)
-        case AdapterSync() | CheckAdapter() | LoadAdapter():
+        case commands.AdapterSync() | CheckAdapter() | LoadAdapter():
             return replace(suppressed, adapters=suppressed.adapters | {failed.adapter.model})
         case UnloadAdapter():  # of another adapter under the name of one that is wanted
             return replace(suppressed, adapters=suppressed.adapters | {failed.model})
-        case WeightSync(phase="load") if remaining.sync is None:
+        case commands.WeightSync(phase="load") if remaining.sync is None:
             return replace(suppressed, quarantined=suppressed.quarantined or failed.version)
-        case WeightSync() | CheckSource() | Load() | Restore() | AwaitPush():
+        case commands.WeightSync() | CheckSource() | Load() | Restore() | AwaitPush():
             earlier = suppressed.quarantined  # the abort of this sync must not lift an older quarantine
             if remaining.sync is not None:
                 version = remaining.sync.version
