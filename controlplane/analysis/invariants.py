@@ -318,7 +318,8 @@ class _Agent:
         self._identity = identity_of(name)
         self._desired = Desired()
         self._generates: int | None = None  # the version that the engine was last seen to generate on
-        self._launch: tuple[str | None, int] = None, 0  # the one last seen, and the newest commit that waited for it
+        self._instance: str | None = None  # the launch of the engine that was last seen
+        self._waited = 0  # the newest version whose commit waited for that launch
         self._served: tuple[int, str | None, str] | None = None  # a version by a launch of the engine, and its digest
         self._epoch = self._seq = 0
         self._history = 0  # epoch of the last snapshot in this life
@@ -349,8 +350,9 @@ class _Agent:
         committed, member, generated = self._desired.version, self._joined, self._generates
         observed = event.observation if isinstance(event, events.EngineReturned | events.EngineObserved) else None
         if observed is not None:
-            if observed.instance not in (None, self._launch[0]):  # nothing can pause a launch before it is seen
-                self._launch = observed.instance, max(map(_committed_by, self._received.values()), default=0)
+            if observed.instance not in (None, self._instance):  # nothing can pause a launch before it is seen
+                self._instance = observed.instance
+                self._waited = max(map(_committed_by, self._received.values()), default=0)
             self._generates = self._version(observed) if observed.generating and not observed.asleep else None
         yield from self._follow(position, event, answers)
         self._advance()
@@ -452,7 +454,7 @@ class _Agent:
 
     def _out_of_reach(self, position: int, version: int | None) -> Iterator[Violation]:
         """The agent learns of a commit. Until now its engine generated on `version`, if at all."""
-        learned = self._desired.version > self._launch[1] and not self._desired.quarantined
+        learned = self._desired.version > self._waited and not self._desired.quarantined
         if version is not None and version < self._desired.version and learned:
             text = f"generated on v{version} while out of reach, after v{self._desired.version} was committed"
             yield self._violation("I12", position, text)

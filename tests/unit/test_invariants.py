@@ -3,7 +3,7 @@
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from msgspec import Raw
@@ -458,11 +458,14 @@ def test_i12_a_replica_that_went_on_with_old_weights() -> None:
 def test_i12_an_engine_that_comes_up_is_not_blamed_for_commits_that_waited_for_it() -> None:
     """A server that was launched again serves the weights of its launch until it is paused. Later commits count."""
 
-    def sync(version: int, at: int, *phases: Literal["prepare", "load", "commit"]) -> list[CommandReceived]:
-        def phase_of(name: Literal["prepare", "load", "commit"]) -> WeightSync:
-            return WeightSync(phase=name, version=version, source=Checkpoint("w") if name != "load" else None)
-
-        return [command(phase_of(name), at + number) for number, name in enumerate(phases)]
+    def sync(version: int, at: int) -> list[CommandReceived]:
+        source = Checkpoint("w")
+        phases = (
+            WeightSync(phase="prepare", version=version, source=source),
+            WeightSync(phase="load", version=version),
+            WeightSync(phase="commit", version=version, source=source),
+        )
+        return [command(phase, at + number) for number, phase in enumerate(phases)]
 
     def returned(call_id: int, seen: Observation) -> EngineReturned:
         return EngineReturned(at_ms=1, call_id=call_id, result=Returned(), observation=seen)
@@ -480,9 +483,8 @@ def test_i12_an_engine_that_comes_up_is_not_blamed_for_commits_that_waited_for_i
         return [str(violation) for violation in verify(entries)]
 
     paused = replace(PRESENT, generating=False)
-    first, second, newer = sync(1, 1, "prepare", "load", "commit"), sync(2, 4, "prepare"), sync(3, 7, "prepare")
+    first, second, third = sync(1, 1), sync(2, 4), sync(3, 7)
     up = (observed(PRESENT), returned(1, PRESENT))
-    assert found(*first, *up, *second, returned(2, paused)) == []
-    late = sync(2, 4, "prepare", "load", "commit")
-    (text,) = found(*first, *up, *late, *newer, returned(2, paused))
+    assert found(*first, *up, second[0], returned(2, paused)) == []
+    (text,) = found(*first, *up, *second, third[0], returned(2, paused))
     assert "I12" in text and "generated on v0 while out of reach, after v2 was committed" in text

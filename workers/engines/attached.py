@@ -20,8 +20,7 @@ from schemas.safetensors.format import read_layout
 from schemas.wire import PeerFound
 from workers.engines.adapter_files import adapter_path, checked_adapter
 from workers.engines.checkpoint import Lacking, SourceChecker, Taken, missing_beside
-from workers.engines.client import RETRY_S, CallRefused, EngineClient, begun, mapping_at, retry_time_s
-from workers.engines.http import READ_TIMEOUT_S
+from workers.engines.client import READ_TIMEOUT_S, RETRY_S, CallRefused, EngineClient, begun, mapping_at, retry_time_s
 from workers.engines.observed import EngineKind, Launch, LaunchT, LoRALimits, ObservedEngine, listed_adapters
 
 READ_AHEAD_SHARE: Final = 0.5
@@ -198,7 +197,7 @@ class AttachedEngine(ABC, Generic[LaunchT]):
                 raise
 
     async def _listed_before(self, client: EngineClient, timeout_s: float) -> dict[str, str]:
-        """Ask in all of a command's time: the front end of an engine that serves can stand still for many seconds."""
+        """Ask for as long as the command lasts: the front end of an engine that serves may stand still for seconds."""
         until = time.monotonic() + retry_time_s(timeout_s) - READ_TIMEOUT_S
         while True:
             try:

@@ -12,6 +12,8 @@ from typing import Final, Protocol
 from schemas.errors import EngineError, RefusedError
 from schemas.identity import LAUNCH_LABEL, NUMBER_MAX
 
+READ_TIMEOUT_S: Final = 5.0
+"""Seconds for which one read is waited for."""
 RETRY_S: Final = 0.25
 """Seconds before asking again for something that the engine refuses only for the moment."""
 

@@ -25,10 +25,9 @@ import httpcore
 
 from schemas.errors import ConfigError, EngineError, RefusedError, UnansweredError
 from workers.engines.api_key import KEY_VARIABLE
-from workers.engines.client import CallNotBegun, CallRefused, Methods, list_at, mapping_at, text_at
+from workers.engines.client import READ_TIMEOUT_S, CallNotBegun, CallRefused, Methods, list_at, mapping_at, text_at
 
 CONNECT_TIMEOUT_S: Final = 5.0
-READ_TIMEOUT_S: Final = 5.0
 LAUNCH_TIMEOUT_S: Final = 30.0
 """For what is read once for each launch: the first answer of a fresh vLLM takes 6 s on an idle machine."""
 ATTEMPTS: Final = 3

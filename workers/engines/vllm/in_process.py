@@ -25,8 +25,7 @@ from weakref import WeakKeyDictionary
 import anyio
 
 from schemas.errors import EngineError, RefusedError, UnansweredError
-from workers.engines.client import CallRefused, Methods
-from workers.engines.http import READ_TIMEOUT_S
+from workers.engines.client import READ_TIMEOUT_S, CallRefused, Methods
 from workers.engines.in_process import (
     InProcessClient,
     call_and_await,
